@@ -56,6 +56,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "core/trainer_protocol.py": "core/test_flow.py",
     "core/flow_state.py": "core/test_resume.py",
     "weight_sync/consumer.py": "weight_sync/test_keeper.py",
+    "weight_sync/answer.py": "weight_sync/test_versioned_engine.py",
     # Parts of every adapter, tested through a fake engine.
     "weight_sync/map_check.py": "weight_sync/test_engine_adapter.py",
     "weight_sync/recording_adapter.py": "weight_sync/test_engine_adapter.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
@@ -38,12 +39,20 @@ class ProbedEngine(Protocol):
 
 
 class Vllm:
-    def __init__(self, model_dir: str, max_len: int, at_once: int = 64, block: int | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: str,
+        max_len: int,
+        at_once: int = 64,
+        block: int | None = None,
+        *,
+        async_scheduling: bool = False,
+    ) -> None:
         """`at_once`: requests that it answers at the same time; `block`: tokens of a block of the cache."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import serve_versions
+        from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import rejections, serve_versions
         from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
 
         args = AsyncEngineArgs(
@@ -57,8 +66,11 @@ class Vllm:
             distributed_executor_backend=IN_PROCESS,
             seed=0,
         )
-        self._engine = AsyncLLM.from_engine_args(args)
-        self.versioned = serve_versions(self._engine)
+        config = args.create_engine_config()
+        # vLLM switches it off on a CPU, but it works there.
+        config.scheduler_config.async_scheduling = async_scheduling
+        self._engine = AsyncLLM.from_vllm_config(config)
+        self.versioned = serve_versions(self._engine, rejections())
 
     async def stage(self, manifest: bytes) -> list[str]:
         boards: list[str] = await self._engine.collective_rpc("stage_snapshot", 60.0, (manifest,))
@@ -198,4 +210,8 @@ class SGLangWithAdapters(SGLang):
         await self._engine.tokenizer_manager.lora_registry.register(lora.served_reference())
 
 
-ENGINES: dict[str, Callable[..., ProbedEngine]] = {"vllm": Vllm, "sglang": SGLang}
+ENGINES: dict[str, Callable[..., ProbedEngine]] = {
+    "vllm": Vllm,
+    "vllm-async": partial(Vllm, async_scheduling=True),
+    "sglang": SGLang,
+}

@@ -122,8 +122,12 @@ class AsyncLLM:
     def read_inbox(self) -> None:
         """One message after the other: what comes behind a load waits for it."""
         if not self.load_ahead:
-            self.live.update(self.inbox)
+            for name, request in self.inbox:
+                self.receive(name, request)
             self.inbox.clear()
+
+    def receive(self, name: str, request: Live) -> None:
+        self.live[name] = request
 
     async def generate(
         self, prompt: dict[str, Any], params: Params, request_id: str
@@ -132,6 +136,8 @@ class AsyncLLM:
         finished = False
         while not finished:
             output = await request.queue.get()
+            if isinstance(output, Exception):
+                raise output
             finished = output.finished
             yield output
 
@@ -190,3 +196,26 @@ class AsyncLLM:
     @property
     def frozen(self) -> bool:
         return self.paused is not None
+
+
+class Retryable(Exception):
+    """vLLM's `RetryableRequestError`."""
+
+
+class RejectingAsyncLLM(AsyncLLM):
+    """As vLLM from 0.33: rejects new requests while it is paused, except by `keep`."""
+
+    def __init__(self, late_s: float = 0.0, send_s: float = 0.0) -> None:
+        super().__init__(late_s, send_s)
+        self.rejected: list[str] = []
+
+    def receive(self, name: str, request: Live) -> None:
+        if self.paused in ("abort", "wait"):
+            self.rejected.append(name)
+            request.queue.put_nowait(Retryable("Generation is paused. Please retry after it resumes."))
+        else:
+            super().receive(name, request)
+
+    def serve_versions(self) -> VersionedEngine[Any, Any]:
+        engine: Any = self
+        return serve_versions(engine, (Retryable,))

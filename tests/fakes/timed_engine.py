@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.weight_sync.answer import Part
 from recipe.async_pipeline.weight_sync.versioned_engine import (
     Attempt,
     Loaded,
-    Part,
     VersionedEngine,
     Written,
     derived_seed,
@@ -89,6 +89,8 @@ class _Live:
 class PlainEngine:
     """The interface of `VersionedEngine`, without the details of a real engine."""
 
+    rejections = ()
+
     def __init__(self, late_s: float = 0.0, send_s: float = 0.0) -> None:
         self.weights = -1
         self.late_s, self.send_s = late_s, send_s
@@ -97,13 +99,7 @@ class PlainEngine:
         self._attempts: set[str] = set()
         self._behind: list[Callable[[], None]] = []
         self._loading = False
-        self._running = asyncio.Event()
-        self._running.set()
-        self._frozen = False
-
-    @property
-    def frozen(self) -> bool:
-        return not self._running.is_set()
+        self.frozen = self._frozen = False
 
     def serve_versions(self) -> VersionedEngine[Ask, Said]:
         self._versioned = VersionedEngine[Ask, Said](self)
@@ -141,7 +137,6 @@ class PlainEngine:
         return len(PROMPT)
 
     async def attempt(self, request: Ask, how: Attempt) -> AsyncGenerator[Said, None]:
-        await self._running.wait()
         await asyncio.sleep(self.send_s)
         live, said = _Live(), len(how.said)
         self._attempts.add(request.name)
@@ -172,8 +167,7 @@ class PlainEngine:
         return {name: Written(tokens, [LOG_PROB] * len(tokens)) for name, tokens in found.items()}
 
     async def pause(self, mode: str) -> None:
-        self._running.clear()
-        self._frozen = mode == "freeze"
+        self.frozen, self._frozen = True, mode == "freeze"
         if mode == "abort":
             # Also the ones that are about to be sent.
             await asyncio.sleep(self.send_s)
@@ -183,8 +177,7 @@ class PlainEngine:
             await asyncio.sleep(STEP_S / 100)
 
     async def resume(self) -> None:
-        self._frozen = False
-        self._running.set()
+        self.frozen = self._frozen = False
 
     def loading(self, version: int, seconds: float) -> Callable[[], Awaitable[Loaded]]:
         async def load() -> Loaded:

@@ -99,7 +99,9 @@ class TokenizerManager:
         assert asked.rid not in self._known, "SGLang refuses an id that it still knows"
         live = self._known[asked.rid] = Live(asked)
         await asyncio.sleep(self.send_s)
-        self._send_one_request(SimpleNamespace(rid=asked.rid, live=live))
+        sent = self._send_one_request(SimpleNamespace(rid=asked.rid, live=live))
+        if sent is not None:
+            await sent
         await live.ended.wait()
         del self._known[asked.rid]
         yield live.output
@@ -166,3 +168,23 @@ class TokenizerManager:
             return Loaded([LoadReport()], progress_by_name(progress))
 
         return load
+
+
+class LaterTokenizerManager(TokenizerManager):
+    """As SGLang from 0.5.23: sends requests by a coroutine, and the order to abort one only once."""
+
+    def __init__(self, late_s: float = 0.0, send_s: float = 0.0) -> None:
+        super().__init__(late_s, send_s)
+        self.send_to_scheduler = SimpleNamespace()
+        self._dispatch_to_scheduler = self._send_call
+        self._send_one_request = self._put_later
+        self._abort_sent: set[str] = set()
+
+    async def _put_later(self, tokenized: Any) -> None:
+        await asyncio.sleep(self.send_s)
+        self._put(tokenized)
+
+    def abort_request(self, rid: str) -> None:
+        if rid not in self._abort_sent:
+            self._abort_sent.add(rid)
+            super().abort_request(rid)

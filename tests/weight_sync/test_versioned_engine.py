@@ -20,12 +20,12 @@ from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, Salts, VersionedEngine, recorded_spans
-from tests.fakes.async_llm import AsyncLLM
+from tests.fakes.async_llm import AsyncLLM, RejectingAsyncLLM, Retryable
 from tests.fakes.timed_engine import LOG_PROB, PROMPT, Answer, PlainEngine
-from tests.fakes.tokenizer_manager import TokenizerManager
+from tests.fakes.tokenizer_manager import LaterTokenizerManager, TokenizerManager
 
-ENGINES: list[Any] = [AsyncLLM, TokenizerManager, PlainEngine]
-each_engine = pytest.mark.parametrize("engine_class", ENGINES, ids=["vllm", "sglang", "plain"])
+ENGINES: list[Any] = [AsyncLLM, RejectingAsyncLLM, TokenizerManager, LaterTokenizerManager, PlainEngine]
+each_engine = pytest.mark.parametrize("engine_class", ENGINES, ids=lambda engine: engine.__name__)
 
 
 async def answer(
@@ -283,6 +283,73 @@ def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(
     tokens, spans = run_virtual(main())
     assert tokens == [2, 2, 2, 2]
     assert spans == [(2, 0)]
+
+
+@each_engine
+@pytest.mark.parametrize("in_flight", IN_FLIGHT_POLICIES)
+@pytest.mark.parametrize("load_at", [0.3, 1.0, 1.3])
+def test_a_load_can_overtake_a_request_that_is_being_sent(
+    engine_class: Any, in_flight: str, load_at: float
+) -> None:
+    engine = engine_class(send_s=0.7)
+
+    async def main() -> tuple[Answer, list[tuple[int, int]]]:
+        versioned = engine.serve_versions()
+        await versioned.load(0, engine.loading(0, 0.0), in_flight)
+        clock = asyncio.create_task(engine.run())
+        asked = asyncio.create_task(answer(engine, "r", 90))
+        await asyncio.sleep(load_at)
+        await asyncio.wait_for(
+            versioned.load(1, engine.loading(1, 0.0), in_flight), 95 if in_flight == "drain" else 10
+        )
+        found = await asked
+        clock.cancel()
+        return found
+
+    said, spans = run_virtual(main())
+    assert spans == spans_of(said.token_ids)
+    assert len(said.token_ids) == 90
+
+
+@each_engine
+@pytest.mark.parametrize("in_flight", ["abort", "drain"])
+def test_requests_that_come_during_a_pause_begin_after_it(engine_class: Any, in_flight: str) -> None:
+    """Some are on their way to the engine when it pauses, others come later."""
+    engine = engine_class(send_s=0.3)
+
+    async def main() -> list[Any]:
+        versioned = engine.serve_versions()
+        await versioned.load(0, engine.loading(0, 0.0), in_flight)
+        clock = asyncio.create_task(engine.run())
+        busy = asyncio.create_task(answer(engine, "busy", 6))
+        moments = (2.3, 2.4, 2.6, 2.7)
+        asked = [asyncio.create_task(answer(engine, f"r{i}", 2 + i, at)) for i, at in enumerate(moments)]
+        await asyncio.sleep(2.55)
+        await versioned.load(1, engine.loading(1, 0.5), in_flight)
+        results = await asyncio.gather(*asked)
+        await busy
+        clock.cancel()
+        return results
+
+    results = run_virtual(main())
+    assert [len(said.token_ids) for said, _ in results] == [2, 3, 4, 5]
+    assert [spans for _, spans in results] == [spans_of(said.token_ids) for said, _ in results]
+    assert [spans for _, spans in results[2:]] == [[(1, 0)]] * 2
+    came_later = [sent for sent in engine.sent if sent.max_tokens in (4, 5) and sent.prompt == PROMPT]
+    assert [sent.salt for sent in came_later] == ["v1"] * 2, "they share prefixes of their own version"
+
+
+def test_a_request_is_rejected_for_good_if_another_caller_has_paused_the_engine() -> None:
+    engine = RejectingAsyncLLM()
+
+    async def main() -> None:
+        versioned = engine.serve_versions()
+        await versioned.load(0, engine.loading(0, 0.0), "keep")
+        await engine.pause_generation(mode="abort", clear_cache=False)
+        with pytest.raises(Retryable, match="paused"):
+            await answer(engine, "r", 2)
+
+    run_virtual(main())
 
 
 @each_engine

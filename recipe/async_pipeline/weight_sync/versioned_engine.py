@@ -20,12 +20,13 @@ import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
 from ..core.deadline import within
 from ..core.items import LoadReport
+from .answer import Answer, Part, Span
+from .attempt_gate import AttemptGate
 
 STANDSTILL_S = 5.0
 """Deadline for pausing an engine after a failed load."""
@@ -36,13 +37,6 @@ Output = TypeVar("Output")
 _Request = TypeVar("_Request", contravariant=True)
 Reuse = Literal[False, True, "session"]
 """Which requests may use keys and values of earlier versions: none, all, or a session its own ones."""
-
-
-class Span(NamedTuple):
-    """Tokens of a response from `start` until the next span were written by `version`."""
-
-    version: int
-    start: int
 
 
 class Loaded(NamedTuple):
@@ -83,16 +77,6 @@ class Salts(NamedTuple):
 Load = Callable[[], Awaitable[Loaded]]
 
 
-class Part(NamedTuple):
-    """What one attempt has generated."""
-
-    token_ids: Sequence[int]
-    aborted: bool
-    """It is the end of a request that `Engine.pause` has stopped."""
-    raw: Any
-    """The engine's own form."""
-
-
 class Attempt(NamedTuple):
     """How a request goes to the engine."""
 
@@ -118,13 +102,18 @@ class Written(NamedTuple):
 class Engine(Protocol[_Request, Output]):
     """What an engine does, in its server's process. A name is the id that the caller gave to a request."""
 
+    @property
+    def rejections(self) -> tuple[type[Exception], ...]:
+        """Return the errors of an attempt that the engine refuses because it is paused."""
+
     def name(self, request: _Request) -> str: ...
 
     def prompt_tokens(self, request: _Request) -> int: ...
 
     def attempt(self, request: _Request, how: Attempt) -> AsyncGenerator[Output, None]:
-        """Generate the rest of a response; while the engine is paused, wait. Ending the generator early
-        abandons the request.
+        """Generate the rest of a response. Ending the generator early abandons the request.
+
+        It begins only while the engine is not paused, but a pause can overtake it.
         """
 
     def part(self, output: Output) -> Part | None:
@@ -142,62 +131,12 @@ class Engine(Protocol[_Request, Output]):
         """Return what the attempts of these requests have generated so far."""
 
     async def pause(self, mode: str) -> None:
-        """Let no attempt begin until `resume`.
+        """Stop until `resume`. No attempt begins meanwhile, but some may be on their way.
 
         `abort`: end all attempts; `drain`: wait for their ends; `freeze`: stop the engine between two steps.
         """
 
     async def resume(self) -> None: ...
-
-
-@dataclass
-class _Answer:
-    """One request that the engine has, or is about to get."""
-
-    prompt_tokens: int
-    spans: list[Span] = field(default_factory=list)
-    before: list[Part] = field(default_factory=list)
-    """What the attempts have generated that loads have stopped."""
-    part: Part | None = None
-    """What this attempt has generated, as far as it was seen."""
-    sent_before: int | None = None
-    """Number of the next load at the time when the engine got the request."""
-    interrupted: bool = False
-    """A load has stopped it in the engine."""
-    stopped_by_load: bool = False
-
-    @property
-    def said(self) -> list[int]:
-        """Return the tokens of the previous attempts."""
-        return [token for part in self.before for token in part.token_ids]
-
-    @property
-    def base(self) -> int:
-        return sum(len(part.token_ids) for part in self.before)
-
-    @property
-    def total(self) -> int:
-        return self.base + (len(self.part.token_ids) if self.part is not None else 0)
-
-    def begin(self, version: int, start: int) -> None:
-        """Begin the span of `version` at token `start`; drop spans that have no token by then."""
-        self.spans = [*(span for span in self.spans if span.start < start), Span(version, start)]
-
-    def begin_attempt(self, version: int | None) -> None:
-        self.part, self.sent_before, self.interrupted, self.stopped_by_load = None, None, False, False
-        if version is not None:
-            self.begin(version, self.base)
-
-    def take(self, part: Part | None, finished: bool) -> bool:
-        """Record an output; return False if it only reports that a load has stopped the request."""
-        self.part = part or self.part
-        aborted = self.part is None or self.part.aborted
-        self.stopped_by_load = self.interrupted and finished and aborted
-        return not self.stopped_by_load
-
-    def written_spans(self) -> list[Span]:
-        """Return the spans that have tokens; for an empty response, the first one."""
-        return [span for span in self.spans if span.start < self.total] or self.spans[:1]
 
 
 class _Recording(NamedTuple):
@@ -229,14 +168,15 @@ class VersionedEngine(Generic[Request, Output]):
         self.version: int | None = None
         """The served version; None before the first load."""
         self._engine = engine
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, Answer] = {}
         self._next_load = 0
         self._settled = asyncio.Event()
         """Set while no load is in progress."""
         self._settled.set()
         self._unknown = False
         """A load has begun and has not succeeded yet, so it is unknown which weights fill the cache."""
-        self._paused = False
+        self._gate = AttemptGate()
+        """Closed while the engine is paused."""
         self._reuse: Reuse = False
         self._follow = True
         """Receive outputs token by token, so that a response stopped by a load is counted as far as it
@@ -287,13 +227,13 @@ class VersionedEngine(Generic[Request, Output]):
                 answer.interrupted = False
                 answer.begin(version, answer.base + loaded.progress.get(request, 0))
         self.version, self._unknown = version, False
-        if self._paused:
+        if not self._gate.is_open:
             await self._engine.resume()
-            self._paused = False
+            self._gate.open()
         return loaded, again
 
     async def _pause(self, mode: str) -> None:
-        self._paused = True
+        self._gate.close()
         await self._engine.pause(mode)
 
     def salts(self, version: int) -> Salts | None:
@@ -319,24 +259,26 @@ class VersionedEngine(Generic[Request, Output]):
         Within `recorded_spans`, a response that a load interrupts continues by itself; only its last
         output, with its tokens but without its text, is guaranteed to arrive.
         """
-        record = _recording.get()
+        record, arrival = _recording.get(), self._gate.arrive()
         if record is None:
-            async with aclosing(self._engine.attempt(request, Attempt(salt=self.salt()))) as outputs:
+            passed = self._outputs(request, arrival, lambda: Attempt(salt=self.salt()))
+            async with aclosing(passed) as outputs:
                 async for output in outputs:
                     yield output
             return
-        name = self._engine.name(request)
-        answer = self._answers[name] = _Answer(prompt_tokens=self._engine.prompt_tokens(request))
+        name, session = self._engine.name(request), record.session
+        answer = self._answers[name] = Answer(prompt_tokens=self._engine.prompt_tokens(request))
 
         def sent() -> None:
             answer.sent_before = self._next_load
 
+        def begin() -> Attempt:
+            answer.begin_attempt(self.version)
+            return Attempt(answer.said, self.salt(session), self._follow, text=False, sent=sent)
+
         try:
             while True:
-                answer.begin_attempt(self.version)
-                salt = self.salt(record.session)
-                how = Attempt(answer.said, salt, self._follow, text=False, sent=sent)
-                async with aclosing(self._engine.attempt(request, how)) as outputs:
+                async with aclosing(self._outputs(request, arrival, begin)) as outputs:
                     async for output in outputs:
                         if answer.take(self._engine.part(output), self._engine.finished(output)):
                             yield self._engine.joined(output, answer.before)
@@ -344,11 +286,28 @@ class VersionedEngine(Generic[Request, Output]):
                     # A load may have changed the version that wrote its end; only the load knows.
                     await self._settled.wait()
                     return
-                if answer.part is not None:
-                    answer.before.append(answer.part)
+                answer.end_attempt()
         finally:
             del self._answers[name]
             record.spans[:] = answer.written_spans()
+
+    async def _outputs(
+        self, request: Request, arrival: int, begin: Callable[[], Attempt]
+    ) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of one attempt, which `begin` describes when it begins.
+
+        An engine that is paused may reject it. Then it has not begun, and begins again after the pause.
+        """
+        while True:
+            closings = await self._gate.passed(arrival)
+            try:
+                async with aclosing(self._engine.attempt(request, begin())) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except self._engine.rejections:
+                if closings == self._gate.closings:
+                    raise  # Another caller has paused the engine.
 
     async def written(
         self, request_ids: Sequence[str]

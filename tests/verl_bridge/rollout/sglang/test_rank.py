@@ -35,10 +35,9 @@ def batch(*requests: Any, extend: bool = False) -> Any:
 
 def scheduler(**more: Any) -> Any:
     described = {
-        "tp_size": 1,
+        "tp_cpu_group": SimpleNamespace(size=lambda: 1),
         "running_batch": batch(),
         "last_batch": None,
-        "cur_batch": None,
         "chunked_req": None,
         "waiting_queue": [],
         "grammar_manager": SimpleNamespace(grammar_queue=[]),

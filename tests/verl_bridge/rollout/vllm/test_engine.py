@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import rejections
 from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
-from tests.fakes.async_llm import AsyncLLM, Params
+from tests.fakes.async_llm import AsyncLLM, Params, Retryable
 from tests.fakes.timed_engine import LOG_PROB, PROMPT
 
 
@@ -56,3 +59,11 @@ def test_a_response_of_two_attempts_has_the_fields_of_one() -> None:
     assert part.cumulative_logprob == pytest.approx(LOG_PROB * 6)
     assert part.text == "x" * 6
     assert last.prompt_token_ids == PROMPT
+
+
+def test_rejections_are_found_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("vllm.exceptions")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert rejections() == ()
+    module.RetryableRequestError = Retryable  # type: ignore[attr-defined]
+    assert rejections() == (Retryable,)

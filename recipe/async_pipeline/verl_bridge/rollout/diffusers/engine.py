@@ -16,7 +16,8 @@ import torch
 
 from ....diffusion.step_engine import Request, Sample, StepEngine
 from ....errors import EngineDeadError
-from ....weight_sync.versioned_engine import Attempt, Part, Written
+from ....weight_sync.answer import Part
+from ....weight_sync.versioned_engine import Attempt, Written
 
 T = TypeVar("T")
 Decode = Callable[[torch.Tensor], torch.Tensor]
@@ -37,12 +38,12 @@ STOPPED = Drawn(None, None)
 class DiffusersEngine:
     """See `weight_sync.versioned_engine.Engine`; call its methods on one event loop."""
 
+    rejections = ()
+
     def __init__(self, steps: StepEngine, decode: Decode) -> None:
         self._steps, self._decode = steps, decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="denoising")
         self._decoding = ThreadPoolExecutor(1, thread_name_prefix="decoding")
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
         self._frozen = False
         self._open: dict[str, asyncio.Future[Drawn]] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -84,7 +85,6 @@ class DiffusersEngine:
 
     async def attempt(self, request: Request, how: Attempt) -> AsyncGenerator[Drawn, None]:
         """Draw a sample from its beginning: an attempt that a load has stopped leaves nothing to continue."""
-        await self._unpaused.wait()
         if self.death is not None:
             raise self.death
         drawn: asyncio.Future[Drawn] = asyncio.get_running_loop().create_future()
@@ -119,7 +119,6 @@ class DiffusersEngine:
         return {}
 
     async def pause(self, mode: str) -> None:
-        self._unpaused.clear()
         if mode == "freeze":
             self._frozen = True
             await self.between_steps(lambda: None)
@@ -138,7 +137,6 @@ class DiffusersEngine:
 
     async def resume(self) -> None:
         self._frozen = False
-        self._unpaused.set()
         self._drive()
 
     def _drive(self) -> None:

@@ -5,25 +5,27 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from ....core.items import LoadReport
+from ....weight_sync.answer import Part
 from ....weight_sync.versioned_engine import (
     Attempt,
     Loaded,
-    Part,
     Salts,
     VersionedEngine,
     Written,
     derived_seed,
 )
 from .calls import Reply, SchedulerCalls
+from .generations import message, sender
 
 POLL_S = 0.02
-"""Interval for aborting again: the order to abort can overtake a request that is about to be sent."""
+"""Interval for aborting the requests that were sent meanwhile."""
 
 
 class TokenizerManager(Protocol):
@@ -55,7 +57,8 @@ def serve_versions(
     `dispatcher_class` is SGLang's `TypeBasedDispatcher`; `defaults` are sampling parameters of requests that
     do not set them.
     """
-    calls = SchedulerCalls(manager.send_to_scheduler.send_pyobj)
+    send = sender(manager)
+    calls = SchedulerCalls(lambda call: send(message(call)))
     manager._result_dispatcher += dispatcher_class([(Reply, calls.take)])
     manager.auto_create_handle_loop()
     versioned = VersionedEngine[Any, dict[str, Any]](SGLangEngine(manager, calls, defaults or {}))
@@ -79,16 +82,16 @@ def serve_versions(
 class SGLangEngine:
     """See `weight_sync.versioned_engine.Engine`. A request is a `GenerateReqInput` with token ids."""
 
+    rejections = ()
+
     def __init__(self, manager: TokenizerManager, calls: SchedulerCalls, defaults: Mapping[str, Any]) -> None:
         self._manager, self._calls, self._defaults = manager, calls, defaults
         self._generate, self._send = manager.generate_request, manager._send_one_request
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
         self._frozen = False
         self._attempts: dict[str, str | None] = {}
         """The name of each attempt's request, by SGLang's id of the attempt."""
         self._sent: dict[str, Callable[[], None]] = {}
-        """To be called when the scheduler has got the attempt."""
+        """To be called when the scheduler gets the attempt; of attempts that are about to be sent."""
         manager._send_one_request = self._send_one
 
     def name(self, request: Any) -> str:
@@ -99,7 +102,6 @@ class SGLangEngine:
         return len(request.input_ids)
 
     async def attempt(self, request: Any, how: Attempt) -> AsyncGenerator[dict[str, Any], None]:
-        await self._unpaused.wait()
         if not _is_single(request):
             # From outside: a batch, or text.
             async for output in self._generate(request, None):
@@ -124,7 +126,14 @@ class SGLangEngine:
 
     def _send_one(self, tokenized: Any) -> Any:
         sent = self._send(tokenized)
+        if inspect.isawaitable(sent):
+            return self._sent_later(tokenized.rid, sent)
         self._sent.pop(tokenized.rid, lambda: None)()
+        return sent
+
+    async def _sent_later(self, rid: str, sending: Awaitable[Any]) -> Any:
+        sent = await sending
+        self._sent.pop(rid, lambda: None)()
         return sent
 
     def part(self, output: dict[str, Any]) -> Part | None:
@@ -160,14 +169,14 @@ class SGLangEngine:
         return {str(attempts[own]): Written(*parts) for own, parts in found.items()}
 
     async def pause(self, mode: str) -> None:
-        self._unpaused.clear()
         if mode == "freeze":
             self._frozen = True
             await self._calls.call("freeze", True)
             return
         while self._attempts:
             if mode == "abort":
-                for own in list(self._attempts):
+                # An order that overtakes its request has no effect, and SGLang may give it only once.
+                for own in self._attempts.keys() - self._sent.keys():
                     self._manager.abort_request(own)
             # Polling is necessary: requests end in their callers' tasks.
             await asyncio.sleep(POLL_S)
@@ -176,7 +185,6 @@ class SGLangEngine:
         if self._frozen:
             await self._calls.call("freeze", False)
             self._frozen = False
-        self._unpaused.set()
 
 
 def progress_by_name(progress: Mapping[str, int]) -> dict[str, int]:

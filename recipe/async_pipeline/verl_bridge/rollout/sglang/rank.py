@@ -23,6 +23,7 @@ from ....weight_sync.proof import Prover
 from ....weight_sync.staging import StagingBoard
 from ....weight_sync.versioned_engine import Salts
 from .calls import Failure
+from .generations import log_probs, middle_chunks, ranks
 
 Gather = Callable[[Any], list[Any]]
 """Exchange an object with all ranks; return the ones of all, in the order of the ranks."""
@@ -42,7 +43,7 @@ class EngineRank:
     def __init__(self, scheduler: Any, adapter: EngineAdapter, device: torch.device, gather: Gather) -> None:
         """`scheduler` is SGLang's."""
         self._scheduler, self._adapter, self._device, self._gather = scheduler, adapter, device, gather
-        self._prover = Prover(scheduler.tp_size)
+        self._prover = Prover(ranks(scheduler))
         self._board: StagingBoard | None = None
 
     def check(self) -> None:
@@ -127,7 +128,7 @@ class EngineRank:
         found = {}
         for request in self._live():
             if request.rid in ids:
-                tokens, values = list(request.output_ids), request.output_token_logprobs_val
+                tokens, values = list(request.output_ids), log_probs(request)
                 known = values is not None and len(values) >= len(tokens)
                 found[request.rid] = tokens, [float(one) for one in values[: len(tokens)]] if known else None
         return found
@@ -137,7 +138,7 @@ class EngineRank:
             request.rid
             for batch, _ in getattr(self._scheduler, "result_queue", ())
             for request in batch.reqs
-            if not (batch.forward_mode.is_extend() and request.is_chunked > 0)
+            if not (batch.forward_mode.is_extend() and middle_chunks(request) > 0)
         }
         for request in self._live():
             yield request.rid, len(request.output_ids) + (request.rid in sampled)
@@ -145,7 +146,8 @@ class EngineRank:
     def _live(self) -> Iterator[Any]:
         """Yield each unfinished request once, wherever the scheduler keeps it."""
         scheduler = self._scheduler
-        batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
+        # Between two steps the last batch is also the current one.
+        batches = (scheduler.running_batch, scheduler.last_batch)
         places = [
             *(batch.reqs for batch in batches if batch is not None),
             scheduler.waiting_queue,

@@ -38,6 +38,7 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
     from sglang.utils import TypeBasedDispatcher
 
     from .adapter import SGLangAdapter
+    from .generations import message, ranks
     from .rank import EngineRank
 
     class PipelineScheduler(scheduler_class):  # type: ignore[misc]
@@ -53,12 +54,13 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
             super().init_request_dispatcher()
             self._request_dispatcher += TypeBasedDispatcher([(Call, self._called)])
 
-        def _called(self, call: Call) -> Reply:
+        def _called(self, call: Call) -> Any:
             try:
                 self._rank = self._rank or self._new_rank()
-                return Reply(call.number, getattr(self._rank, call.method)(*call.arguments))
+                reply = Reply(call.number, getattr(self._rank, call.method)(*call.arguments))
             except Exception as error:  # noqa: BLE001 - it is raised in the server
-                return Reply(call.number, None, Failure.of(error))
+                reply = Reply(call.number, None, Failure.of(error))
+            return message(reply)
 
         def _new_rank(self) -> EngineRank:
             runner = self.tp_worker.model_runner
@@ -67,9 +69,9 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
             return EngineRank(self, SGLangAdapter(runner.model, device, manager), device, self._gather)
 
         def _gather(self, mine: Any) -> list[Any]:
-            if self.tp_size == 1:
+            everyone: list[Any] = [None] * ranks(self)
+            if len(everyone) == 1:
                 return [mine]
-            everyone: list[Any] = [None] * self.tp_size
             torch.distributed.all_gather_object(everyone, mine, group=self.tp_cpu_group)
             return everyone
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
-from ....weight_sync.versioned_engine import Attempt, Part, VersionedEngine, Written, derived_seed
+from ....weight_sync.answer import Part
+from ....weight_sync.versioned_engine import Attempt, VersionedEngine, Written, derived_seed
 
 _PAUSE = {"abort": "abort", "drain": "wait", "freeze": "keep"}
 """vLLM's names of the pause modes."""
@@ -35,9 +37,14 @@ class VllmRequest(NamedTuple):
     more: Mapping[str, Any]
 
 
-def serve_versions(engine: AsyncEngine) -> VersionedEngine[VllmRequest, Any]:
-    """Replace `generate` and `add_request` of an engine object."""
-    versioned = VersionedEngine[VllmRequest, Any](VllmEngine(engine))
+def serve_versions(
+    engine: AsyncEngine, rejections: tuple[type[Exception], ...] = ()
+) -> VersionedEngine[VllmRequest, Any]:
+    """Replace `generate` and `add_request` of an engine object.
+
+    `rejections`: see the function of this name.
+    """
+    versioned = VersionedEngine[VllmRequest, Any](VllmEngine(engine, rejections))
 
     def generate(
         prompt: Any, sampling_params: Any, request_id: str, **more: Any
@@ -48,6 +55,12 @@ def serve_versions(engine: AsyncEngine) -> VersionedEngine[VllmRequest, Any]:
     return versioned
 
 
+def rejections() -> tuple[type[Exception], ...]:
+    """Return vLLM's errors for new requests while it is paused; vLLM 0.32 and earlier queue them instead."""
+    error = getattr(sys.modules.get("vllm.exceptions"), "RetryableRequestError", None)
+    return () if error is None else (error,)
+
+
 def progress_by_name(progress: Mapping[str, int]) -> dict[str, int]:
     """Return the engine core's progress by name: vLLM appends random characters to ids."""
     return {internal.rpartition("-")[0]: tokens for internal, tokens in progress.items()}
@@ -56,8 +69,8 @@ def progress_by_name(progress: Mapping[str, int]) -> dict[str, int]:
 class VllmEngine:
     """See `weight_sync.versioned_engine.Engine`."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncEngine, rejections: tuple[type[Exception], ...] = ()) -> None:
+        self._engine, self.rejections = engine, rejections
         self._generate, self._add_request = engine.generate, engine.add_request
         self._sent: dict[str, Callable[[], None]] = {}
         """To be called when the engine has got the request."""

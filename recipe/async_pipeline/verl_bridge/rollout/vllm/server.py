@@ -16,7 +16,7 @@ from ....weight_sync.versioned_engine import Loaded, Salts
 from ...cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of
 from . import prefork
-from .engine import progress_by_name, serve_versions
+from .engine import progress_by_name, rejections, serve_versions
 from .facts import engine_line
 from .plugin import IN_PROCESS
 
@@ -51,7 +51,7 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
         await super().run_server(args)
         if not await is_one_node():
             self._server_address = node
-        self._versioned = serve_versions(self.engine)
+        self._versioned = serve_versions(self.engine, rejections())
         self.serve_control_calls()
         if self.replica_rank == 0:
             (first, *_) = await self.engine.collective_rpc("engine_facts")

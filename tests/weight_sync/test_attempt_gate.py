@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attempts wait at a closed gate, and pass in the order in which their requests came."""
+
+from __future__ import annotations
+
+import asyncio
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.weight_sync.attempt_gate import AttemptGate
+
+
+def test_the_first_request_passes_first_also_if_it_came_to_the_gate_last() -> None:
+    gate, passed = AttemptGate(), []
+
+    async def attempt(arrival: int) -> None:
+        await gate.passed(arrival)
+        passed.append(arrival)
+
+    async def main() -> None:
+        first, second, given_up, third = (gate.arrive() for _ in range(4))
+        await attempt(first)
+        gate.close()
+        # The first one was rejected by an engine that was paused, after the others had come to the gate.
+        waiting = {}
+        for arrival in (third, given_up, second, first):
+            waiting[arrival] = asyncio.create_task(attempt(arrival))
+            await asyncio.sleep(0)
+        waiting.pop(given_up).cancel()
+        await asyncio.sleep(1)
+        assert passed == [first], "none passes a closed gate"
+        gate.open()
+        await asyncio.gather(*waiting.values())
+        assert passed == [first, first, second, third]
+
+    run_virtual(main())
+
+
+def test_a_pause_that_overtook_an_attempt_is_counted() -> None:
+    gate = AttemptGate()
+
+    async def main() -> None:
+        before = await gate.passed(gate.arrive())
+        assert gate.closings == before
+        gate.close()
+        gate.open()
+        assert gate.closings > before == 0
+
+    run_virtual(main())
