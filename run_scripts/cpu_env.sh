@@ -21,3 +21,9 @@ export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 # Send no usage statistics.
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 export VLLM_NO_USAGE_STATS="${VLLM_NO_USAGE_STATS:-1}"
+# vLLM's V2 model runner needs Triton's kernels. Triton has no compiler for the CPU, so they are interpreted.
+if [ "${VLLM_USE_V2_MODEL_RUNNER:-0}" = 1 ]; then
+  export TRITON_INTERPRET="${TRITON_INTERPRET:-1}"
+  PYTHONPATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/interpreted_triton" && pwd)${PYTHONPATH:+:$PYTHONPATH}"
+  export PYTHONPATH
+fi

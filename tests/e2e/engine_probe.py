@@ -63,7 +63,7 @@ def transformers_says(model: Any) -> list[int]:
 
 def load(llm: LLM, manifest: bytes) -> dict[str, Any]:
     try:
-        report, _, _ = llm.collective_rpc("load_snapshot", args=(manifest, 1 << 16))[0]
+        report, _ = llm.collective_rpc("load_snapshot", args=(manifest, 1 << 16))[0]
         return {"ok": report}
     except AsyncPipelineError as error:
         return {"error": type(error).__name__, "message": str(error)}

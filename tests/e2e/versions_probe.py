@@ -117,7 +117,7 @@ class Probe:
             if seen != runs or start != wanted or versions != sorted(set(versions)):
                 wrong.append({"tokens": tokens, "spans": spans, "wanted": wanted})
             counts["answers"] += 1
-            counts["over_versions"] += len(spans) > 1
+            counts["boundaries"] += len(spans) - 1
 
     async def swap(self, in_flight: str, stage: str, delay_s: float) -> dict[str, Any]:
         """Load random weights in the middle of an answer.
@@ -159,7 +159,7 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
     await probe.publish_next("keep")
     for in_flight, stage in WAYS:
         wrong: list[Any] = []
-        stop, counts = asyncio.Event(), {"answers": 0, "over_versions": 0}
+        stop, counts = asyncio.Event(), {"answers": 0, "boundaries": 0}
         askers = [asyncio.create_task(probe.ask(stop, seed, wrong, counts)) for seed in range(ASKERS)]
         probe.load_s.clear()
         for _ in range(publications):

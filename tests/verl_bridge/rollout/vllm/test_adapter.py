@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import REPOSITORY
+from tests import REPOSITORY, with_cpu_settings
 
 pytestmark = pytest.mark.real_engine
 
@@ -44,7 +44,8 @@ def reports(cells: tuple[Cell, ...]) -> dict[Cell, dict[str, Any]]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *(f"{model}@{ranks}" for model, ranks in cells)]
+    cell_names = [f"{model}@{ranks}" for model, ranks in cells]
+    command = with_cpu_settings([sys.executable, "-W", "ignore", str(SCRIPT), *cell_names])
     done = subprocess.run(
         command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S
     )
