@@ -45,6 +45,15 @@ def test_the_former_name_of_an_option_is_an_error(
     )
 
 
+def test_devices_without_a_possible_split_are_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(dump(msgspec.structs.replace(profile(), devices_per_replica=3, devices_per_node=2)))
+    assert simulate(str(file), "on_policy") == EXIT_USERS
+    assert "of 2 layouts fail like this one: train " in capsys.readouterr().err
+
+
 def test_json_has_exactly_these_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(path, "one-step-off", "--steps", "16", "--json") == 0
     facts = json.loads(capsys.readouterr().out)

@@ -13,7 +13,7 @@ from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.sim import candidates, search
 from recipe.async_pipeline.sim.candidates import candidates_of
 from recipe.async_pipeline.sim.layout import groups_of, knobs_of, placement_of, pools_of
-from recipe.async_pipeline.sim.profile import Profile, load
+from recipe.async_pipeline.sim.profile import Batch, Profile, load
 from recipe.async_pipeline.sim.search import Plan, judge, overrides, plan, synchronous
 from recipe.async_pipeline.sim.simulation import Outcome, TooSlow, simulate
 from recipe.async_pipeline.sim.trainer import Setting
@@ -175,6 +175,33 @@ def test_devices_without_a_possible_split_are_refused() -> None:
         ConfigError, match=r"--devices 4: no split into training and whole replicas of 8 devices"
     ):
         plan(of, 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "replica", "why"),
+    [
+        # 128 + 128 devices divide 64 x 16 samples evenly, so the batch is not the reason.
+        (
+            Batch(groups=64, answers=16),
+            16,
+            "a replica of pool generate needs 16 devices of one node, but the others leave at most 8 on any "
+            "of 32 nodes of 8",
+        ),
+        (
+            Batch(groups=61, answers=1),
+            8,
+            "batch.groups x batch.answers of the profile, 61 samples, must be divisible by the 160 devices "
+            "of pool train",
+        ),
+    ],
+)
+def test_a_plan_without_a_layout_has_the_reason(batch: Batch, replica: int, why: str) -> None:
+    of = msgspec.structs.replace(LONG_TAIL, batch=batch, devices_per_replica=replica, devices_per_node=8)
+    with pytest.raises(ConfigError) as error:
+        plan(of, 256)
+    assert "layouts fail like this one: train 160, logp 32, generate 64: " in str(error.value)
+    assert why in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_overrides_express_the_whole_plan(long_tail: Plan) -> None:

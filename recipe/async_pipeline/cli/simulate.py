@@ -18,7 +18,7 @@ from ..core.untrained_groups import Straggler
 from ..errors import ConfigError
 from ..sim.bound import bound_terms, estimate_s
 from ..sim.candidates import MEASURED_STEPS, WORK_BATCHES
-from ..sim.layout import groups_of, knobs_of, placement_of, pools_of, smaller
+from ..sim.layout import Rejections, groups_of, knobs_of, placement_of, pools_of, smaller
 from ..sim.profile import Profile, load
 from ..sim.search import synchronous
 from ..sim.simulation import LEAST_STEPS, Outcome, simulate
@@ -161,27 +161,24 @@ def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipeli
 
     roles = tuple(role for role in profile.roles() if role != "generate")
     best: tuple[float, Placement] | None = None
+    rejections = Rejections()
     for generate in range(profile.devices_per_replica, devices, profile.devices_per_replica):
-        try:
-            placement = placement_of(profile, pools_of({roles: devices - generate}, generate), devices)
-            setting = Setting(
-                profile=profile,
-                placement=placement,
-                knobs=knobs,
-                groups=groups_of(profile, placement),
-                steps=WORK_BATCHES,
-            )
-        except ConfigError:
+        layout = rejections.check(profile, pools_of({roles: devices - generate}, generate), devices)
+        if layout is None:
             continue
-
+        placement, groups = layout
+        setting = Setting(
+            profile=profile, placement=placement, knobs=knobs, groups=groups, steps=WORK_BATCHES
+        )
         promised = estimate_s(setting) / setting.groups
         if best is None or promised < best[0]:
             best = promised, placement
 
     if best is None:
+        why = f" ({rejections.describe()})" if rejections.tried else ""
         raise ConfigError(
             f"--devices {devices} cannot be split into whole replicas and training devices that divide the "
-            "batch; give --pools"
+            f"batch{why}; use another number, or give --pools"
         )
     return best[1]
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.schema import AsyncPipelineConfig
-from ..errors import ConfigError
 from .bound import bound_terms, estimate_s, work_of
-from .layout import groups_of, knobs_of, placement_of, pools_of, shapes
+from .layout import Rejections, knobs_of, pools_of, shapes
 from .profile import Profile, Stage
 from .simulation import LEAST_STEPS, whole_rounds
 from .trainer import Setting
@@ -70,17 +69,19 @@ def by_estimate(candidate: Candidate) -> tuple[float, int, int]:
     )
 
 
-def candidates_of(profile: Profile, devices: int, max_lag: int, seed: int) -> Iterator[Candidate]:
-    """Yield every candidate for these devices, with a lag of at most `max_lag`."""
+def candidates_of(
+    profile: Profile, devices: int, max_lag: int, seed: int, rejections: Rejections | None = None
+) -> Iterator[Candidate]:
+    """Yield every candidate for these devices, with a lag of at most `max_lag`; note the rejected layouts."""
+    rejections = rejections or Rejections()
     strategies = tuple(_strategies(max_lag))
     for shape, roles in shapes(profile).items():
         for pools in _splits(profile, devices, roles):
-            try:
-                placement = placement_of(profile, pools, devices)
-                groups = groups_of(profile, placement)
-            except ConfigError:
+            layout = rejections.check(profile, pools, devices)
+            if layout is None:
                 continue
 
+            placement, groups = layout
             work = work_of(profile, groups, WORK_BATCHES, seed)
             measured = measured_steps(profile, groups, seed)
             for knobs in strategies:

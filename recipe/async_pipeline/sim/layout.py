@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.divisibility import check_divides, check_replicas
@@ -88,6 +88,42 @@ def groups_of(profile: Profile, placement: Placement) -> int:
     for pool in others:
         check_divides(pool, wanted * n, "batch.groups x batch.answers of the profile")
     return wanted
+
+
+@dataclass
+class Rejections:
+    """Why layouts of a search do not fit."""
+
+    tried: int = 0
+    placements: list[str] = field(default_factory=list)
+    """Why devices cannot be placed, a reason for each such layout."""
+    batches: list[str] = field(default_factory=list)
+    """Why the samples do not divide evenly, a reason for each layout whose devices can be placed."""
+
+    def check(self, profile: Profile, pools: Mapping[str, Any], devices: int) -> tuple[Placement, int] | None:
+        """Return the placement of `pools` and the groups per step, or None if the layout does not fit."""
+        path = ", ".join(f"{name} {pool['devices']}" for name, pool in pools.items())
+        self.tried += 1
+        try:
+            placement = placement_of(profile, pools, devices, path)
+        except ConfigError as error:
+            self.placements.append(str(error))
+            return None
+        try:
+            return placement, groups_of(profile, placement)
+        except ConfigError as error:
+            self.batches.append(f"{path}: {error}")
+            return None
+
+    def describe(self) -> str:
+        """Return the reason of the layouts that come closest: devices that cannot be placed need no batch.
+
+        One layout stands for all that fail for the same reason.
+        """
+        reasons = self.batches or self.placements
+        remedy = "; use another number of devices or another batch" if self.batches else ""
+        one = reasons[len(reasons) // 2]
+        return f"{len(reasons)} of {self.tried} layouts fail like this one: {one}{remedy}"
 
 
 def knobs_of(

@@ -26,7 +26,7 @@ from .candidates import (
     candidates_of,
     measured_steps,
 )
-from .layout import knobs_of, shared_placement
+from .layout import Rejections, knobs_of, shared_placement
 from .profile import Profile
 from .simulation import LEAST_STEPS, Outcome, TooSlow, simulate, whole_rounds
 from .trainer import Setting
@@ -117,12 +117,15 @@ def plan(
 
     Raises ConfigError if no layout fits the devices.
     """
-    candidates = sorted(candidates_of(profile, devices, max_lag, seed), key=by_estimate)
+    rejections = Rejections()
+    candidates = sorted(candidates_of(profile, devices, max_lag, seed, rejections), key=by_estimate)
     if not candidates:
+        if rejections.tried:
+            raise ConfigError(f"--devices {devices}: {rejections.describe()}")
         raise ConfigError(
             f"--devices {devices}: no split into training and whole replicas of "
-            f"{profile.devices_per_replica} devices divides {profile.batch.on(devices)} x "
-            f"{profile.batch.answers} samples evenly; use another number of devices or another batch"
+            f"{profile.devices_per_replica} devices, on nodes of {profile.devices_per_node}, leaves devices "
+            "for both; use more devices"
         )
 
     outcomes = Outcomes()
