@@ -26,6 +26,7 @@ from recipe.async_pipeline.weight_sync.manifest import (
     decode_announcement,
     decode_ticket,
     encode,
+    over_nodes,
 )
 
 
@@ -43,6 +44,28 @@ def test_what_is_encoded_is_decoded() -> None:
     made = manifest(tensor("a"), tensor("b", 8, 0), tensor("c", 0, 32, bucket=1))
     assert decode(encode(made)) == made
     assert made.num_bytes == 96
+
+
+def test_each_node_of_a_consumer_gets_its_own_segments() -> None:
+    first = manifest(tensor("a"))
+    second = msgspec.structs.replace(
+        first,
+        buckets=tuple(msgspec.structs.replace(one, segment=f"far-{one.segment}") for one in first.buckets),
+    )
+    made = decode(encode(over_nodes([first, second])))
+    assert (made.on_node(0), made.on_node(1)) == (first, second)
+    assert over_nodes([first]) is first is first.on_node(0)
+    with pytest.raises(WeightSyncError, match="v3 is in the memory of 2 nodes .* a rank is on node 2"):
+        made.on_node(2)
+
+
+def test_nodes_with_different_versions_are_refused() -> None:
+    first, other = manifest(tensor("a")), manifest(tensor("b"))
+    with pytest.raises(WeightSyncError, match="v3 differs between node 0 and node 1"):
+        over_nodes([first, other])
+    wrong = msgspec.structs.replace(first, elsewhere=(first.buckets[:1],))
+    with pytest.raises(WeightSyncError, match="its buckets differ between nodes"):
+        decode(encode(wrong))
 
 
 @pytest.mark.parametrize(

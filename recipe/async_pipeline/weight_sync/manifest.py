@@ -111,10 +111,27 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
     samples: tuple[Sample, ...]
     adapter: str | None = None
     """Set if the tensors are a LoRA adapter: peft's description of it, as JSON. The base never changes."""
+    elsewhere: tuple[tuple[BucketEntry, ...], ...] = ()
+    """The buckets in the memory of the further nodes of a consumer, in the order of its nodes."""
 
     @property
     def num_bytes(self) -> int:
         return sum(b.nbytes for b in self.buckets)
+
+    def on_node(self, node: int) -> Manifest:
+        """Return the manifest for the ranks on one node of a consumer, which map the segments of that node.
+
+        Raises WeightSyncError if the version is not in the memory of that node.
+        """
+        if not node and not self.elsewhere:
+            return self
+        if node > len(self.elsewhere):
+            raise WeightSyncError(
+                f"v{self.version} is in the memory of {1 + len(self.elsewhere)} nodes of its consumer, and a "
+                f"rank is on node {node}"
+            )
+        buckets = self.elsewhere[node - 1] if node else self.buckets
+        return msgspec.structs.replace(self, buckets=buckets, elsewhere=())
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[TensorEntry, ...]]:
         """Yield the tensors in order, in runs of at most `piece_bytes`; a larger tensor forms its own
@@ -195,6 +212,20 @@ class Layout:
         return entry
 
 
+def over_nodes(manifests: Sequence[Manifest]) -> Manifest:
+    """Return one manifest for a consumer over several nodes, from the ones of its nodes in their order.
+
+    Raises WeightSyncError if they do not describe the same version.
+    """
+    first, *others = manifests
+    if not others:
+        return first
+    for node, other in enumerate(others, 1):
+        if msgspec.structs.replace(other, buckets=first.buckets) != first:
+            raise WeightSyncError(f"v{first.version} differs between node 0 and node {node} of its consumer")
+    return msgspec.structs.replace(first, elsewhere=tuple(other.buckets for other in others))
+
+
 def encode(message: Announcement | Ticket | Failure) -> bytes:
     """Return the message as typed msgpack."""
     return msgspec.msgpack.encode(message)
@@ -252,6 +283,10 @@ def _checked(manifest: Manifest) -> Manifest:
             raise WeightSyncError(
                 f"manifest of v{manifest.version}: the sample of {sample.name} does not fit its tensor"
             )
+
+    sizes = [bucket.nbytes for bucket in manifest.buckets]
+    if any([bucket.nbytes for bucket in buckets] != sizes for buckets in manifest.elsewhere):
+        raise WeightSyncError(f"manifest of v{manifest.version}: its buckets differ between nodes")
 
     check_sizes(manifest.version, manifest.tensors)
     for entry in manifest.tensors:
