@@ -45,6 +45,7 @@ def test_with_all_stubs_sglang_is_imported_and_sends_tensors() -> None:
 
 
 @pytest.mark.real_engine
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", STUBS)
 def test_each_stub_is_needed(name: str) -> None:
     """Delete a stub that is not: SGLang can be imported without it now, or torch can send tensors."""
