@@ -86,7 +86,7 @@ if [ "$#" -gt 0 ]; then
 fi
 
 # The first three tiers use one core, and the jobs of e2e keep more than one busy only while they start. The output of
-# the former is shown at the end. In a folder of its own, neither side finds the Ray clusters of the other. `set -m`
+# the former is shown at the end. With a separate folder for Ray, neither side finds the clusters of the other. `set -m`
 # gives the former a process group; without it, bash would start them with SIGINT ignored, which children inherit.
 side_by_side() {
   local folder status=0

@@ -274,7 +274,7 @@ LAZY = {
 
 
 def is_foreign(name: str) -> bool:
-    """Whether an import is neither ours nor of the standard library."""
+    """Return whether an import is of another package, and not of the standard library."""
     return top(name) not in {"recipe", *sys.stdlib_module_names}
 
 
