@@ -72,6 +72,7 @@ def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path:
     assert 0 < ended <= failed.total()
 
 
+@pytest.mark.nightly
 def test_runners_outside_of_the_run_play_its_episodes(lake_task: Path, tmp_path: Path) -> None:
     """A runner claims an episode and vanishes; the episode gets a second attempt."""
     folder, run_dir, steps, boards, episodes = tmp_path / "runners", tmp_path / "run", 2, 4, 2

@@ -89,7 +89,7 @@ def check_trained(job: Job, strategy: str, steps: int) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["moe-ep2", pytest.param("dense-tp2", marks=pytest.mark.nightly)])
 def test_parallel_ranks_publish_what_they_train(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
