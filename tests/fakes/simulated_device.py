@@ -272,7 +272,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Thread, "run", run_with_rules)
         patched.setattr(torch.UntypedStorage, "clone", cloned)
-        patched.setattr(memory_work.ctypes, "memmove", moved)
+        patched.setattr(ctypes, "memmove", moved)
         for name, replacement in replaced.items():
             patched.setattr(torch.cuda, name, replacement)
         try:

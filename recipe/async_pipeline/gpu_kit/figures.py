@@ -76,7 +76,7 @@ ENGINE = {
 
 
 def of_engine(found: Any) -> Figures:
-    figures = [Figure("engine", found["engine"]), Figure("ranks", found["ranks"], "share the checkpoint")]
+    figures = [Figure("engine", found["engine"]), Figure("ranks", found["ranks"], "share a model")]
     for model, report in found["models"].items():
         shown = {name: len(value) if name == "wrong" else value for name, value in report.items()}
         figures += [replace(one, name=f"{model}, {one.name}") for one in _each(shown, ENGINE)]

@@ -171,8 +171,8 @@ class VllmCheck:
             for version in range(1, VERSIONS):
                 await self.publish(version)
                 self._answered.clear()
-                answered = asyncio.ensure_future(self._answered.wait())
-                await asyncio.wait([answered, asking], return_when=asyncio.FIRST_COMPLETED)
+                ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._answered.wait()), asking]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.set()
         await asking
