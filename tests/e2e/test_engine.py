@@ -133,7 +133,7 @@ def test_every_token_is_recorded_with_the_version_that_wrote_it(versions: dict[s
         assert found["boundaries"] == 0
         assert found["answers"] >= 20, "too few to mean anything"
     else:
-        assert found["boundaries"] >= 20, "too few loads have met requests in flight"
+        assert found["boundaries"] >= versions["publications"] / 5, "too few loads have met requests"
 
 
 def test_after_many_loads_the_engine_says_what_a_fresh_model_says(versions: dict[str, Any]) -> None:

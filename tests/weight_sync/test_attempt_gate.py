@@ -9,7 +9,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.weight_sync.attempt_gate import AttemptGate
 
 
-def test_the_first_request_passes_first_also_if_it_came_to_the_gate_last() -> None:
+def test_the_first_request_passes_first_even_if_it_reaches_the_gate_last() -> None:
     gate, passed = AttemptGate(), []
 
     async def attempt(arrival: int) -> None:
@@ -20,7 +20,7 @@ def test_the_first_request_passes_first_also_if_it_came_to_the_gate_last() -> No
         first, second, given_up, third = (gate.arrive() for _ in range(4))
         await attempt(first)
         gate.close()
-        # The first one was rejected by an engine that was paused, after the others had come to the gate.
+        # The first one was rejected by an engine that was paused, after the others had reached the gate.
         waiting = {}
         for arrival in (third, given_up, second, first):
             waiting[arrival] = asyncio.create_task(attempt(arrival))

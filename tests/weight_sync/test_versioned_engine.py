@@ -336,7 +336,9 @@ def test_requests_that_come_during_a_pause_begin_after_it(engine_class: Any, in_
     assert [spans for _, spans in results] == [spans_of(said.token_ids) for said, _ in results]
     assert [spans for _, spans in results[2:]] == [[(1, 0)]] * 2
     came_later = [sent for sent in engine.sent if sent.max_tokens in (4, 5) and sent.prompt == PROMPT]
-    assert [sent.salt for sent in came_later] == ["v1"] * 2, "they share prefixes of their own version"
+    assert [sent.salt for sent in came_later] == ["v1"] * 2, (
+        "they share prefixes of the version that writes them"
+    )
 
 
 def test_a_request_is_rejected_for_good_if_another_caller_has_paused_the_engine() -> None:
