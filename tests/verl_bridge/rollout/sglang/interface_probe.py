@@ -103,7 +103,7 @@ def a_scheduler() -> Any:
 
 def called(made: Any, *call: Any) -> Any:
     """Return the reply of the scheduler; both messages go through a socket."""
-    context = zmq.Context.instance()
+    context: Any = zmq.Context.instance()
     ends = [context.socket(kind) for kind in (zmq.PUSH, zmq.PULL)]
     ends[1].bind(f"inproc://{call[0]}")
     ends[0].connect(f"inproc://{call[0]}")

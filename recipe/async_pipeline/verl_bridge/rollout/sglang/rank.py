@@ -125,12 +125,14 @@ class EngineRank:
 
     def written(self, ids: list[str]) -> dict[str, tuple[list[int], list[float] | None]]:
         """Return tokens and log-probs of live requests so far; omit unknown ids."""
-        found = {}
+        found: dict[str, tuple[list[int], list[float] | None]] = {}
         for request in self._live():
             if request.rid in ids:
                 tokens, values = list(request.output_ids), log_probs(request)
-                known = values is not None and len(values) >= len(tokens)
-                found[request.rid] = tokens, [float(one) for one in values[: len(tokens)]] if known else None
+                if values is None or len(values) < len(tokens):
+                    found[request.rid] = tokens, None
+                else:
+                    found[request.rid] = tokens, [float(one) for one in values[: len(tokens)]]
         return found
 
     def _progress(self) -> Iterator[tuple[str, int]]:
