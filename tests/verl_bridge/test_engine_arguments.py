@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -114,19 +113,6 @@ def test_without_readable_source_nothing_is_refused(installed: Path, monkeypatch
     check_argument_names("sglang", {"zzz": 1})
     monkeypatch.setattr(engine_arguments, "find_spec", lambda _: None)
     check_argument_names("vllm", {"zzz": 1})
-
-
-def test_to_look_for_an_engine_does_not_install_its_stubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    class Finder:
-        def find_spec(self, name: str, *more: object) -> None:
-            asked.append(name)
-
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "msgspec", raising=False)
-    assert engine_arguments.find_spec("msgspec") is not None
-    assert not asked
 
 
 def test_a_section_of_no_engine_is_refused() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.async_pipeline.contract import engines
+from recipe.async_pipeline.contract.declared import ENGINES
 from recipe.async_pipeline.patching import series
 
 from .finding import Finding
@@ -36,7 +37,7 @@ def examine_engines(root: Path | None) -> tuple[Finding, ...]:
     """
     found = engines.installed() if root is None else engines.unpacked(root)
     if not found:
-        detail = f"neither {' nor '.join(engines.ENGINES)} is installed"
+        detail = f"neither {' nor '.join(ENGINES)} is installed"
         return (Finding(subject="engine", verdict="fail", detail=detail, remedy="install one of them"),)
     contracts = engines.load(series.patches_dir())
     return tuple(
