@@ -164,7 +164,8 @@ NOT_OF_AN_ENGINE: Mapping[str, set[str]] = {
         *("actor_rollout_ref", "expert_parallel_size", "path", "rollout", "target_modules"),
     },
     # Arguments of the command, Python's and torch's modules.
-    "verl_bridge/engine_check.py": {"engine", "ranks"},
+    "verl_bridge/engine_check.py": {"engine", "models", "ranks"},
+    "verl_bridge/rollout/vllm/facts.py": {"__qualname__"},
     "verl_bridge/rollout/sglang/rank.py": {"synchronize"},
     "verl_bridge/rollout/vllm/prefork.py": {"abstract_sockets_supported"},
 }

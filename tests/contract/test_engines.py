@@ -83,7 +83,8 @@ def unnoticed(engine: EngineTree, needs: Sequence[Need], contract: EngineContrac
 
 
 def renamable(contract: EngineContract) -> list[Need]:
-    return [need for need in contract.needs if not need.alternatives[0].absent]
+    """Return the needs that nothing but a name meets."""
+    return [need for need in contract.needs if not any(one.absent for one in need.alternatives)]
 
 
 def test_twenty_names_that_are_missing_at_random_are_all_reported(tested: EngineTree) -> None:

@@ -93,3 +93,7 @@ def test_a_replacement_must_take_every_call_of_the_engine(located: Located) -> N
     assert use.conflict(more, "def (self, item, more)") == (
         "the engine passes 3 arguments by position, 2 are taken"
     )
+
+
+def test_a_constructor_is_not_found_by_its_name(located: Located) -> None:
+    assert uses_of(located, "vllm.core:Manager.__init__") == []

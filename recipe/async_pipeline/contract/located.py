@@ -60,7 +60,7 @@ class Located:
     def of(self, alternative: Alternative, files: Sequence[str]) -> Iterator[Use]:
         """Yield the uses of a member in some files."""
         yield from self._derived[alternative.place]
-        for file in files:
+        for file in () if alternative.name.startswith("__") else files:
             yield from _named(module_of(self._sources, file), file, alternative.name)
 
 

@@ -18,6 +18,7 @@ FILES: Mapping[str, str] = {
     "verl_bridge/rollout/sglang/calls.py": "weight load",
     "verl_bridge/rollout/sglang/cpu_stubs.py": "start of an engine on a CPU",
     "verl_bridge/rollout/sglang/engine.py": "generation",
+    "verl_bridge/rollout/sglang/generations.py": "weight load",
     "verl_bridge/rollout/sglang/layout.py": "proof",
     "verl_bridge/rollout/sglang/lora.py": "LoRA",
     "verl_bridge/rollout/sglang/rank.py": "weight load",
@@ -30,7 +31,6 @@ FILES: Mapping[str, str] = {
 USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "weight load": {
         "sglang.srt.managers.scheduler:Scheduler": (
-            "tp_size",
             "tp_cpu_group",
             "tp_worker",
             "init_request_dispatcher",
@@ -39,11 +39,12 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sglang.srt.managers.tp_worker:TpModelWorker": ("model_runner",),
         "sglang.srt.model_executor.model_runner:ModelRunner": ("device", "model"),
         "sglang.srt.managers.tokenizer_manager:TokenizerManager": (
-            "send_to_scheduler",
+            "send_to_scheduler | _dispatch_to_scheduler",
             "_result_dispatcher",
             "auto_create_handle_loop",
         ),
-        "sglang.srt.managers.tokenizer_manager | sglang.srt.managers.io_struct": ("'send_pyobj'",),
+        "sglang.srt.managers.tokenizer_manager": ("'send_pyobj' | '_dispatch_to_scheduler'",),
+        "sglang.srt.managers.io_struct": ("wrap_as_pickle | !wrap_as_pickle",),
         "sglang.srt.models.llama:LlamaForCausalLM": ("load_weights",),
     },
     "version spans": {
@@ -51,7 +52,6 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "waiting_queue",
             "running_batch",
             "last_batch",
-            "cur_batch",
             "chunked_req",
             "grammar_manager",
             "result_queue",
@@ -62,11 +62,15 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sglang.srt.managers.schedule_batch:Req": (
             "rid",
             "output_ids",
-            "output_token_logprobs_val",
-            "is_chunked",
+            "output_token_logprobs_val | "
+            "sglang.srt.managers.schedule_batch:ReqLogprob.output_token_logprobs_val",
+            "output_token_logprobs_val | logprob",
+            "is_chunked | inflight_middle_chunks",
             "finished",
         ),
-        "sglang.srt.managers.tokenizer_manager:TokenizerManager": ("_send_one_request",),
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager": (
+            "_send_one_request | async _send_one_request",
+        ),
         "sglang.srt.managers.io_struct:TokenizedGenerateReqInput": ("rid",),
     },
     "prefixes of old versions": {
@@ -167,7 +171,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sglang.srt.managers.scheduler:Scheduler": ("run_batch", "tp_rank"),
     },
     "verify_gpu.sh": {
-        "sglang.srt.entrypoints.engine:Engine": ("generate",),
+        "sglang.srt.entrypoints.engine:Engine": ("generate", "server_args"),
     },
     "start of an engine on a CPU": {
         "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'": (

@@ -16,6 +16,7 @@ FILES: Mapping[str, str] = {
     "verl_bridge/rollout/vllm/adapter.py": "weight load",
     "verl_bridge/rollout/vllm/block_fp8.py": "fp8",
     "verl_bridge/rollout/vllm/engine.py": "generation",
+    "verl_bridge/rollout/vllm/facts.py": "start of an engine",
     "verl_bridge/rollout/vllm/layout.py": "proof",
     "verl_bridge/rollout/vllm/plugin.py": "weight load",
     "verl_bridge/rollout/vllm/prefork.py": "start of an engine on a CPU",
@@ -38,12 +39,8 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "version spans": {
         "vllm.v1.core.sched.scheduler:Scheduler": ("requests",),
         "vllm.v1.request:Request": ("num_output_tokens",),
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("input_batch",),
-        "vllm.v1.worker.gpu_input_batch:InputBatch": (
-            "num_tokens_no_spec",
-            "num_prompt_tokens",
-            "req_id_to_index",
-        ),
+        "vllm.v1.engine.core:EngineCore": ("batch_queue",),
+        "vllm.v1.outputs:ModelRunnerOutput": ("req_ids", "sampled_token_ids"),
         "vllm.v1.engine.async_llm:AsyncLLM": ("add_request",),
     },
     "prefixes of old versions": {
@@ -78,8 +75,10 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "pause": {
         "vllm.v1.engine.async_llm:AsyncLLM": ("pause_generation", "resume_generation"),
-        # With it, the modes abort and wait reject requests instead of holding them back.
-        "vllm.v1.engine.core_client:AsyncMPClient": ("!pause_generation_async",),
+        # With it, the modes abort and wait reject requests with this error instead of holding them back.
+        "vllm.v1.engine.core_client:AsyncMPClient": (
+            "!pause_generation_async | vllm.exceptions:RetryableRequestError",
+        ),
     },
     "responses of lost replicas": {
         "vllm.v1.engine.async_llm:AsyncLLM": ("output_processor",),
@@ -159,7 +158,16 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.worker.worker_base:WorkerBase": ("rank",),
     },
     "verify_gpu.sh": {
-        "vllm.entrypoints.llm:LLM": ("generate",),
+        "vllm.v1.engine.async_llm:AsyncLLM": ("shutdown",),
+    },
+    "start of an engine": {
+        "vllm.v1.worker.worker_base:WorkerBase": ("vllm_config",),
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("req_states",),
+        "vllm.model_executor.layers.attention.attention:Attention": ("attn_backend",),
+        "vllm.v1.attention.backend:AttentionBackend": ("get_name",),
+        "vllm.config.vllm:VllmConfig": ("parallel_config",),
+        "vllm.config.parallel:ParallelConfig": ("distributed_executor_backend",),
+        "vllm.config.model:ModelConfig": ("enforce_eager",),
     },
     "platform": {
         "vllm.platforms.interface:Platform": ("is_cpu",),
