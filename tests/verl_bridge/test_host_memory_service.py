@@ -148,7 +148,7 @@ def test_a_relay_that_is_lost_is_replaced_by_the_trainers_host(
     assert sums == expected
     trainers = ray.get(memories.route.services[nodes[0]].status.remote(), timeout=LIMIT_S)
     assert trainers.lent == {0: len(segments)}
-    with pytest.raises(WeightSyncError, match="the memory service of this host is gone"):
+    with pytest.raises(WeightSyncError, match="the memory service of host .* is gone"):
         ray.get(consumer_on(nodes[1]).load.remote(ticket, memories), timeout=LIMIT_S)
 
 
@@ -278,5 +278,5 @@ def test_a_process_that_has_moved_to_another_host_says_so(
 ) -> None:
     ticket, _ = gathered(writer, 0, nodes[0])
     memories = services.on(nodes[:1], [ticket.host])
-    with pytest.raises(WeightSyncError, match="no memory service runs on this host"):
+    with pytest.raises(WeightSyncError, match="no memory service runs on host"):
         ray.get(consumer_on(nodes[1]).load.remote(ticket, memories), timeout=LIMIT_S)

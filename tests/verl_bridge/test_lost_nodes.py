@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -88,14 +90,18 @@ def test_the_balancer_runs_on_the_trainers_node(load: Load, nodes: Nodes) -> Non
         assert ray.get(where, timeout=LIMIT_S) == ray.get_runtime_context().get_node_id()
 
 
-def replica_of(module: ModuleType) -> Any:
-    """Return a replica on one device that records where it would start servers."""
+def replica_of(
+    module: ModuleType, num_nodes: int = 1, rank: int = 0, turn: asyncio.Lock | None = None
+) -> Any:
+    """Return a replica with one device on each of its nodes that records where it would start servers."""
 
     class Replica(module.PipelineVLLMReplica):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
-            self.replica_rank, self.name_suffix, self.gpus_per_replica_node, self.nnodes = 0, "", 1, 1
+            self.replica_rank, self.name_suffix, self.gpus_per_replica_node = rank, "", 1
             self._plain_suffix, self._restarts, self._lost = "", 0, False
-            self._processes: list[list[tuple[int, float]]] = [[]]
+            self.nnodes, self._turn = num_nodes, turn or asyncio.Lock()
+            self._groups: list[Any] = []
+            self._processes: list[list[tuple[int, float]]] = [[]] * num_nodes
             self.servers: list[Any] = []
             self.launched: list[str] = []
 
@@ -130,9 +136,67 @@ def test_a_replica_moves_to_another_node_once_it_has_devices(load: Load, nodes: 
         assert replica.launched == [lost.node_id] * 2 + [other.node_id]
 
     asyncio.run(main())
+    check_nothing_waits()
+
+
+def check_nothing_waits() -> None:
     pending = [
         group
         for group in ray.util.placement_group_table().values()
         if group["state"] not in ("CREATED", "REMOVED")
     ]
     assert pending == [], "no placement group is still waiting for devices"
+
+
+def test_a_replica_of_two_nodes_moves_if_one_is_lost_and_ends_its_processes_on_the_other(
+    load: Load, nodes: Nodes
+) -> None:
+    replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica"), 2)
+    rank = subprocess.Popen(["sleep", "infinity"])
+    there = [nodes.add(), nodes.add()]
+
+    async def main() -> None:
+        await replica.init_standalone()
+        await replica.launch_servers()
+        first, second = replica.launched[-2:]
+        assert {first, second} == {node.node_id for node in there}
+        lost, kept = there if there[0].node_id == first else there[::-1]
+        nodes.lose(lost, await replica.workers[0]._holder.__ray_call__.remote(lambda holder: os.getpid()))
+        replica._processes = [[], [(rank.pid, psutil.Process(rank.pid).create_time())]]
+        await asyncio.wait_for(replica.end(), LIMIT_S)
+        restarting = asyncio.create_task(replica.start_again())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(restarting), 5.0)
+        other = nodes.add()
+        await asyncio.wait_for(restarting, LIMIT_S)
+        assert set(replica.launched[-2:]) == {kept.node_id, other.node_id}
+
+    try:
+        asyncio.run(main())
+        assert rank.wait(LIMIT_S) == -signal.SIGKILL
+    finally:
+        rank.kill()
+        rank.wait()
+    check_nothing_waits()
+
+
+def test_replicas_of_two_nodes_wait_for_devices_one_after_the_other(load: Load, nodes: Nodes) -> None:
+    """With one node each, both would wait for ever."""
+    module = load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica")
+
+    async def main() -> None:
+        turn = asyncio.Lock()
+        replicas = [replica_of(module, 2, rank, turn) for rank in range(2)]
+        for replica in replicas:
+            replica.resource_pool = SimpleNamespace()
+            replica._bundles = [[{"CPU": 2, "GPU": 1}]] * 2
+        nodes.add()
+        starts = [asyncio.create_task(replica._reserve_others()) for replica in replicas]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(starts[0]), 3.0)
+        nodes.add()
+        await asyncio.wait_for(starts[0], LIMIT_S)
+        replicas[0].release()
+        await asyncio.wait_for(starts[1], LIMIT_S)
+
+    asyncio.run(main())

@@ -125,11 +125,22 @@ class Host:
 
     def end_processes(self) -> None:
         """Kill all of its processes, except for the one that keeps its namespaces."""
+        for pid in self.processes():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def processes(self, title: str = "") -> set[int]:
+        """Return the ids of its processes with a title that begins so, without the one that keeps its
+        namespaces.
+        """
+        found = set()
         for process in Path("/proc").iterdir():
             if process.name.isdigit() and int(process.name) != self.pid:
                 with suppress(OSError):
                     if os.readlink(process / "ns" / "net") == self._network:
-                        os.kill(int(process.name), signal.SIGKILL)
+                        if (process / "cmdline").read_bytes().startswith(title.encode()):
+                            found.add(int(process.name))
+        return found
 
     @property
     def is_lost(self) -> bool:
@@ -178,13 +189,17 @@ class TwoHosts:
             f"--num-gpus={first}",
             "--include-dashboard=false",
         )
+        self.start_second(second)
+        self.first.run(sys.executable, "-c", _OCCUPY)
+
+    def start_second(self, devices: int) -> None:
+        """Start the Ray node of the second host, also after `Host.end_processes`."""
         self.second.start_ray(
             f"--address={self.first.address}:{PORT}",
             f"--node-ip-address={self.second.address}",
-            f"--num-gpus={second}",
+            f"--num-gpus={devices}",
             '--resources={"second_host": 1}',
         )
-        self.first.run(sys.executable, "-c", _OCCUPY)
 
     def _connect(self) -> None:
         first, second = (("netns", str(host.pid)) for host in (self.first, self.second))

@@ -89,25 +89,28 @@ class HostMemories:
     def __init__(self, route: Route) -> None:
         self.route = route
 
-    async def fetch(self, ticket: Ticket, reader: Reader, timeout_s: float) -> Manifest:
-        """Return the checked manifest of a version in memory of this host, leased to `reader`.
+    async def fetch(
+        self, ticket: Ticket, reader: Reader, timeout_s: float, host: str | None = None
+    ) -> Manifest:
+        """Return the checked manifest of a version in memory of a host, leased to `reader` there.
 
-        Raises whatever `HostMemory.fetch` does, and WeightSyncError if the service of this host is gone.
+        `host` is the reader's Ray node; None is the node of this process. Raises whatever `HostMemory.fetch`
+        does, and WeightSyncError if the service of the host is gone.
         """
-        host = ray.get_runtime_context().get_node_id()
+        host = host or ray.get_runtime_context().get_node_id()
         try:
             return decode(await self._service(host).fetch.remote(ticket, self.route, reader, timeout_s))
         except RayTaskError as error:
             raise error.cause from error
         except RayError as error:
             why = str(error).strip().partition("\n")[0]
-            raise WeightSyncError(f"the memory service of this host is gone: {why}") from error
+            raise WeightSyncError(f"the memory service of host {host[:8]} is gone: {why}") from error
 
-    async def release(self, reader: Reader, version: int) -> None:
-        """End a lease. If the service is gone, so is the lease; if it does not respond, the lease ends at its
-        deadline.
+    async def release(self, reader: Reader, version: int, host: str | None = None) -> None:
+        """End a lease on a host; see `fetch`. If the service is gone, so is the lease; if it does not
+        respond, the lease ends at its deadline.
         """
-        service = self._service(ray.get_runtime_context().get_node_id())
+        service = self._service(host or ray.get_runtime_context().get_node_id())
         with suppress(RayError, WaitTimeout):
             await within(
                 service.release.remote(reader, version),
@@ -118,7 +121,7 @@ class HostMemories:
 
     def _service(self, host: str) -> Any:
         if host not in self.route.services:
-            raise WeightSyncError(f"no memory service runs on this host, {host[:8]}; the process has moved")
+            raise WeightSyncError(f"no memory service runs on host {host[:8]}; the process has moved")
         return self.route.services[host]
 
 

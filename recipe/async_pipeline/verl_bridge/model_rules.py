@@ -40,6 +40,10 @@ REPLACED_ARGUMENTS = {
     "tensor_parallel_size": f"set {ROLLOUT}.tensor_model_parallel_size instead",
     "pipeline_parallel_size": "use tensor parallelism or more replicas instead",
     "data_parallel_size": "use more replicas instead",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port"),
+        "leave it out, since the nodes of a replica follow from its devices",
+    ),
 }
 """vLLM's arguments that would contradict what the pipeline knows about the engine, with the remedy."""
 OWN_EXTENSIONS = "recipe.async_pipeline.verl_bridge."

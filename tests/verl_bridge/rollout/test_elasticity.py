@@ -137,6 +137,29 @@ def test_replicas_are_added_where_a_node_joins_until_the_limit(tmp_path: Path) -
     run(scenario)
 
 
+def test_a_replica_over_two_nodes_needs_room_on_both(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        pool = Pool({"n0": ("10.0.0.1", 1)})
+        await publish(pool.fleet, 0)
+        fleet = Elasticity(
+            pool,  # type: ignore[arg-type]
+            tmp_path,
+            FleetConfig(),
+            lambda text: None,
+            call,
+            lambda: dict(pool.nodes),
+            nodes_of_a_replica=2,
+        )
+        task = asyncio.create_task(fleet.run())
+        await asyncio.sleep(0)
+        assert "have room for 0;" in (await asked(tmp_path, action="add", count=1))["error"]
+        pool.nodes["n1"] = ("10.0.0.2", 1)
+        assert (await asked(tmp_path, action="add", count=1))["added"] == ["replica 1"]
+        task.cancel()
+
+    run(scenario)
+
+
 def test_a_node_on_which_a_replica_fails_is_not_tried_again_before_another_one_joins(tmp_path: Path) -> None:
     async def scenario() -> None:
         pool = Pool({"n0": ("10.0.0.1", 8)}, {"restarts": ["raise"]})

@@ -185,11 +185,25 @@ def test_replicas_prepare_together_and_load_one_after_another(pool: Callable[...
     assert log[2:] == ["a begins", "a serves", "b begins", "b serves"], "one serves while the other loads"
 
 
-def test_the_servers_of_one_replica_load_together(pool: Callable[..., Any]) -> None:
+def test_the_first_server_of_a_replica_loads_for_the_ranks_of_all_its_nodes(
+    pool: Callable[..., Any],
+) -> None:
     log: list[str] = []
-    publication = run_virtual(pool(Replica(0, Server("a", log), Server("b", log))).publish(TICKET))
-    assert log[2:4] == ["a begins", "b begins"]
+    publication = run_virtual(pool(Replica(0, Server("a", log), Server("b", log, node="n2"))).publish(TICKET))
+    assert log == ["a prepares", "a begins", "a serves"]
     assert publication.replicas == 1
+
+
+def test_a_replica_is_fenced_if_a_server_on_a_further_node_ends(
+    pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    replica = Replica(0, Server("a", log), Server("b", log, node="n2"))
+    consumer = pool(replica).fleet.consumer("replica 0")
+    run_virtual(consumer.check())
+    monkeypatch.setattr(Server, "dead", {"b"})
+    with pytest.raises(ValueError, match="the engine is dead"):
+        run_virtual(consumer.check())
 
 
 def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(

@@ -38,12 +38,14 @@ class Elasticity:
         say: Callable[[str], None],
         calls: Callable[..., Any],
         nodes: Callable[[], dict[str, tuple[str, int]]],
+        nodes_of_a_replica: int = 1,
     ) -> None:
         """`calls` runs a function in a thread. `nodes` returns for each Ray node its address and the number
-        of replicas that fit on its free devices; it blocks.
+        of replicas that fit on its free devices, or of parts of replicas that take several nodes; it blocks.
         """
         self._pool, self._fleet, self._say = pool, pool.fleet, say
         self._folder, self._calls, self._nodes = run_dir / replica_requests.FOLDER, calls, nodes
+        self._nodes_of_a_replica = nodes_of_a_replica
         self._settings, self._most = settings, settings.max_replicas
         self._grown: set[str] = set()
         """Replicas that were added without a request and have not served yet."""
@@ -124,7 +126,8 @@ class Elasticity:
 
     def _free(self, nodes: dict[str, tuple[str, int]]) -> int:
         """Return how many replicas fit, without the devices that a starting one has yet to reserve."""
-        return max(0, sum(fits for _, fits in nodes.values()) - self._pool.waiting_for_devices())
+        fitting = sum(fits for _, fits in nodes.values()) // self._nodes_of_a_replica
+        return max(0, fitting - self._pool.waiting_for_devices())
 
     def _count(self) -> int:
         return sum(member.state is not ConsumerState.LEAVING for member in self._fleet.members)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ray.exceptions import RayTaskError
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -40,30 +40,34 @@ class ReplicaConsumer:
 
     async def prepare(self, ticket: Ticket) -> None:
         arguments = (self._pool.memories_for(ticket), self._pool.load_timeout_s, self._pool.how.stage)
-        await self._call("prepare_version", ticket, *arguments)
+        await self._call(self._first, "prepare_version", ticket, *arguments)
 
     async def commit(self, version: int) -> LoadReport:
-        # The servers of one replica load together, so the first report is enough.
-        reports: list[LoadReport] = await self._call(
-            "commit_version", version, self._pool.piece_bytes, self._pool.load_timeout_s, self._pool.how
-        )
-        return reports[0]
+        arguments = (version, self._pool.piece_bytes, self._pool.load_timeout_s, self._pool.how)
+        (report,) = await self._call(self._first, "commit_version", *arguments)
+        return cast(LoadReport, report)
 
-    async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all servers, over sockets where possible, and return the results.
+    @property
+    def _first(self) -> Sequence[Any]:
+        """The server with the engine, whose ranks may be on the nodes of further servers too."""
+        return self.replica.servers[:1]  # type: ignore[no-any-return]
+
+    async def _call(self, servers: Sequence[Any], method: str, *arguments: Any) -> list[Any]:
+        """Call a method of some servers, over sockets where possible, and return the results.
 
         A call through Ray waits while Ray hands over many requests. The method is called again through Ray
         if a connection ends, so it must be idempotent: Ray knows why a server has ended.
         """
-        servers = self.replica.servers
-        self._callers = {server: self._callers.get(server) or DirectCaller(server) for server in servers}
+        self._callers = {
+            server: self._callers.get(server) or DirectCaller(server) for server in self.replica.servers
+        }
         found: dict[Any, Any] = {}
 
         async def call(server: Any, caller: DirectCaller) -> None:
             found[server] = await caller.call(method, *arguments)
 
         try:
-            await all_of(*(call(server, caller) for server, caller in self._callers.items()))
+            await all_of(*(call(server, self._callers[server]) for server in servers))
         except ConnectionLost:
             return await self._all([getattr(server, method).remote(*arguments) for server in servers])
         except RayTaskError as error:
@@ -98,7 +102,7 @@ class ReplicaConsumer:
         await self._pool.balancer.add_servers.remote({replica._server_address: replica._server_handle})
 
     async def check(self) -> None:
-        await self._call("check")
+        await self._call(self.replica.servers, "check")
 
     async def open_requests(self) -> int:
         return sum(await self._all([server.open_requests.remote() for server in self.replica.servers]))

@@ -49,7 +49,7 @@ class PipelineServerManager(LLMServerManager):
         made_by = type(self).rollout_replica_class or replica_class_of(
             self.config.actor_rollout_ref.rollout.name
         )
-        self.rollout_replica_class = partial(made_by, max_open_requests=bound)
+        self.rollout_replica_class = partial(made_by, max_open_requests=bound, turn=asyncio.Lock())
         await super()._initialize_llm_servers(start_rank)
 
     @classmethod
@@ -164,8 +164,11 @@ def _devices_by_node() -> list[int]:
     return [devices for devices in found if devices]
 
 
-def free_replicas_by_node(devices: int) -> dict[str, tuple[str, int]]:
-    """Return, by Ray node, its address and how many replicas of `devices` fit on its free ones. Blocks."""
+def room_by_node(devices: int) -> dict[str, tuple[str, int]]:
+    """Return, by Ray node, its address and how often `devices` fit on its free ones. Blocks.
+
+    `devices` are the ones of a replica, or of each of its nodes if it takes several.
+    """
     free = ray._private.state.available_resources_per_node()
 
     def fits(node: str) -> int:

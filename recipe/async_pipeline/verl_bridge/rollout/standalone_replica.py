@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from .bounded_replica import BoundedReplica
 from .device_holder import DeviceReservation, ReservedDevice
+from .versioned_server import Member
 
 SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool into two shares: one is reserved, one is for its helpers."""
@@ -36,14 +38,16 @@ class StandaloneReplica(BoundedReplica):
     workers: list[ReservedDevice]
     servers: list[Any]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, turn: asyncio.Lock, **kwargs: Any) -> None:
+        """`turn`: held by the replica that waits for devices on several nodes."""
         super().__init__(*args, **kwargs)
+        self._turn = turn
         self._plain_suffix, self._restarts = self.name_suffix, 0
         self._processes: list[list[tuple[int, float]]] = []
         self._groups: list[Any] = []
         """Its placement groups."""
         self._lost = False
-        """Its node is lost."""
+        """One of its nodes is lost."""
 
     async def init_standalone(self) -> None:
         """Reserve the devices and start the server on them."""
@@ -56,7 +60,9 @@ class StandaloneReplica(BoundedReplica):
         )
         pools.create_resource_pool()
         self.resource_pool = pools.resource_pool_dict[name]
-        groups = self._groups = self.resource_pool.get_placement_groups(device_name=get_device_name())
+        groups = self._groups = sort_placement_group_by_node_ip(
+            self.resource_pool.get_placement_groups(device_name=get_device_name())
+        )
         self._bundles = [group.bundle_specs for group in groups]
         self._hold(groups)
         await self.launch_servers()
@@ -110,13 +116,15 @@ class StandaloneReplica(BoundedReplica):
         core of its head node busy (ray-project/ray#65007).
         """
         self._free()
-        self._groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in self._bundles]
-        try:
-            for group in self._groups:
-                await group.ready()
-        except BaseException:
-            self._free()
-            raise
+        # One replica at a time: two that wait with one of their nodes each would never get a second one.
+        async with self._turn if self.nnodes > 1 else nullcontext():
+            self._groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in self._bundles]
+            try:
+                for group in self._groups:
+                    await group.ready()
+            except BaseException:
+                self._free()
+                raise
         self.resource_pool.pgs = self._groups = sort_placement_group_by_node_ip(self._groups)
         self._hold(self._groups)
 
@@ -128,6 +136,10 @@ class StandaloneReplica(BoundedReplica):
 
     async def launch_servers(self) -> None:
         await super().launch_servers()  # type: ignore[misc]
+        first, *others = self.servers
+        if others:
+            places = await asyncio.gather(*[server.place.remote() for server in others])
+            await first.join.remote([Member(s, *place) for s, place in zip(others, places, strict=True)])
         self._processes = await asyncio.gather(*[server.processes.remote() for server in self.servers])
 
     async def end(self) -> None:
@@ -135,16 +147,19 @@ class StandaloneReplica(BoundedReplica):
         for server in self.servers:
             ray.kill(server)
         self.servers = []
-        for number, processes in enumerate(self._processes):
-            try:
-                # A stuck engine does not notice that its server is gone.
-                await self.workers[number * self.gpus_per_replica_node].end(processes)
-            except ActorDiedError:
-                self._lost = True
+        # Together: a lost node answers late, and its replica's processes on other nodes must not wait for it.
+        await asyncio.gather(*(self._end(*one) for one in enumerate(self._processes)))
         self._processes = []
 
+    async def _end(self, node: int, processes: list[tuple[int, float]]) -> None:
+        """End the processes of a server. A stuck engine does not notice that its server is gone."""
+        try:
+            await self.workers[node * self.gpus_per_replica_node].end(processes)
+        except ActorDiedError:
+            self._lost = True
+
     async def start_again(self) -> None:
-        """Start new servers on the same devices, or on others if their node is lost.
+        """Start new servers on the same devices, or on others if one of their nodes is lost.
 
         Waits for: other devices.
         """

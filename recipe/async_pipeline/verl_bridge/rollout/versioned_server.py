@@ -6,9 +6,10 @@ which token.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
@@ -22,7 +23,8 @@ from ...core.staleness import check_served
 from ...errors import WeightSyncError
 from ...weight_sync.busy_time import OpenTime
 from ...weight_sync.host_memory import this_process
-from ...weight_sync.manifest import Ticket, encode
+from ...weight_sync.host_slots import Reader
+from ...weight_sync.manifest import Manifest, Ticket, encode, over_nodes
 from ...weight_sync.preparation import Preparation
 from ...weight_sync.staging import await_staged
 from ...weight_sync.versioned_engine import Loaded, LoadMode, Salts, VersionedEngine, recorded_spans
@@ -55,8 +57,23 @@ class Prepared(NamedTuple):
     stage_s: float
 
 
+class Member(NamedTuple):
+    """A further server of a replica over several nodes, for the first one, which has the engine."""
+
+    server: Any
+    """Its handle."""
+    node: str
+    """Its Ray node."""
+    reader: Reader
+    """Its process, which holds the lease of a version in the memory of its node."""
+
+
 class VersionedServer(ControlCalls):
-    """Base of a server class, before verl's class, which must be able to generate."""
+    """Base of a server class, before verl's class, which must be able to generate.
+
+    Of a replica over several nodes, only the first server gets versions and requests. It has each version
+    brought into the memory of every node, where the ranks of that node map it.
+    """
 
     config: Any
     replica_rank: int
@@ -65,6 +82,8 @@ class VersionedServer(ControlCalls):
     """The served version, under verl's name."""
     _versioned: VersionedEngine[Any, Any]
     """To be set when the engine has started."""
+    _members: Sequence[Member] = ()
+    """The further servers of the replica, in the order of their nodes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,6 +127,16 @@ class VersionedServer(ControlCalls):
     def _death(self) -> BaseException | None:
         """Return why the engine will never respond again, or None if it can."""
 
+    @control(CONTROL)
+    async def place(self) -> tuple[str, Reader]:
+        """Return the Ray node of this server, and its process as a reader of versions there."""
+        return ray.get_runtime_context().get_node_id(), self._reader
+
+    @control(CONTROL)
+    async def join(self, members: Sequence[Member]) -> None:
+        """Take the further servers of this replica, in the order of their nodes."""
+        self._members = members
+
     @control(LOAD)
     async def prepare_version(
         self, offered: Ticket, memories: HostMemories, timeout_s: float, stage: str
@@ -145,14 +174,14 @@ class VersionedServer(ControlCalls):
                 prepared = self._preparation.prepared(version)
                 self._report = await self._commit(version, prepared, piece_bytes, timeout_s, how)
                 self._preparation.drop()
-                await prepared.memories.release(self._reader, version)
+                await self._release(prepared.memories, version)
             return self._report
 
     async def _prepare(
         self, offered: Ticket, memories: HostMemories, timeout_s: float, stage: str
     ) -> Prepared:
         started = time.perf_counter()
-        manifest = encode(await memories.fetch(offered, self._reader, timeout_s))
+        manifest = encode(await self._fetch(offered, memories, timeout_s))
         fetched = time.perf_counter()
         if stage == "device":
             staging = unless_broken(self._stage(manifest, offered.version, timeout_s), self._death)
@@ -161,6 +190,21 @@ class VersionedServer(ControlCalls):
             )
         return Prepared(
             manifest, memories, transfer_s=fetched - started, stage_s=time.perf_counter() - fetched
+        )
+
+    async def _fetch(self, offered: Ticket, memories: HostMemories, timeout_s: float) -> Manifest:
+        """Have a version brought into the memory of every node of this replica."""
+        return over_nodes(
+            await asyncio.gather(
+                memories.fetch(offered, self._reader, timeout_s),
+                *(memories.fetch(offered, one.reader, timeout_s, one.node) for one in self._members),
+            )
+        )
+
+    async def _release(self, memories: HostMemories, version: int) -> None:
+        await asyncio.gather(
+            memories.release(self._reader, version),
+            *(memories.release(one.reader, version, one.node) for one in self._members),
         )
 
     async def _commit(
@@ -201,13 +245,37 @@ class VersionedServer(ControlCalls):
     async def _stage(self, manifest: bytes, version: int, timeout_s: float) -> None:
         """Copy a version to the devices of all ranks, if they can; the engine generates meanwhile."""
         boards = await self._stage_boards(manifest, timeout_s)
-        if all(boards):
-            await await_staged([board for board in boards if board], version)
+        if not all(boards):
+            return
+        # In the order of the ranks: as many of each node.
+        ranks = len(boards) // (1 + len(self._members))
+        own, *others = [boards[start : start + ranks] for start in range(0, len(boards), ranks)]
+        await asyncio.gather(
+            self.staged(own, version),
+            *(
+                one.server.staged.remote(part, version)
+                for one, part in zip(self._members, others, strict=True)
+            ),
+        )
+
+    @control(LOAD)
+    async def staged(self, boards: Sequence[str], version: int) -> None:
+        """Wait until the ranks of this node have copied a version to their devices.
+
+        Raises WeightSyncError if a copy failed or a newer version took its place.
+        """
+        await await_staged(boards, version)
 
     @control(CONTROL)
     async def check(self) -> None:
-        """Return if the engine runs its loop. Raises what `_death` returns if its process has ended."""
-        await unless_broken(self._answers(), self._death)
+        """Return if the engine runs its loop, or the processes of its ranks on a further node run.
+
+        Raises what `_death` returns if a process has ended.
+        """
+        if not self.node_rank:
+            await unless_broken(self._answers(), self._death)
+        elif (death := self._death()) is not None:
+            raise death
 
     @ray.method(concurrency_group=CONTROL)
     def processes(self) -> list[tuple[int, float]]:
@@ -283,3 +351,18 @@ async def is_one_node() -> bool:
 def loopback_of(address: str) -> str:
     """Return the loopback address of the same family."""
     return "::1" if ":" in address else "127.0.0.1"
+
+
+def name_node(address: str, *variables: str) -> None:
+    """Set environment variables by which the ranks of a replica on several nodes find each other.
+
+    Each of `variables` gets the address of this node, and gloo the network interface that has it: otherwise
+    gloo takes the host's name, which may be a loopback address. Values that are set stay.
+    """
+    for variable in variables:
+        os.environ.setdefault(variable, address)
+    names = [
+        name for name, those in psutil.net_if_addrs().items() if address in [one.address for one in those]
+    ]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

@@ -10,7 +10,7 @@ from ...observe.agent_output import FOLDER, AgentOutputFolder
 from ..agent_loop.manager import PushAgentLoopManager
 from ..diffusers_rules import draws_images
 from ..rollout.elasticity import Elasticity
-from ..rollout.server_manager import free_replicas_by_node
+from ..rollout.server_manager import room_by_node
 from .checkpointing import Checkpointing
 from .generation import PARTITION, Generation
 from .kept_pictures import KeptPictures
@@ -78,13 +78,16 @@ def devices_of_a_replica(trainer: AsyncPipelineTrainer) -> int:
 
 def elasticity(trainer: AsyncPipelineTrainer) -> Elasticity:
     """Return the part that adds and removes replicas during the run."""
+    devices = devices_of_a_replica(trainer)
+    node = int(trainer.config.actor_rollout_ref.rollout.n_gpus_per_node)
     return Elasticity(
         trainer.rollout_pool,
         trainer.folder.path,
         trainer.knobs.fleet,
         say,
         trainer.calls,
-        nodes=partial(free_replicas_by_node, devices_of_a_replica(trainer)),
+        nodes=partial(room_by_node, min(devices, node)),
+        nodes_of_a_replica=-(-devices // node),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import Failure
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank, _Outcome
-from recipe.async_pipeline.weight_sync.manifest import Manifest, encode
+from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, encode, over_nodes
 from recipe.async_pipeline.weight_sync.versioned_engine import Salts
 
 
@@ -98,6 +98,25 @@ def test_a_failure_of_another_rank_is_raised_on_all() -> None:
     mine._load = lambda *arguments: _Outcome({})  # type: ignore[method-assign]
     with pytest.raises(ProofError, match="^v1: other values$"):
         mine.load(encode(manifest), 64, None)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_maps_the_segments_on_its_node(node: int) -> None:
+    mapped: list[str] = []
+
+    def commit(described: Manifest, piece_bytes: int) -> None:
+        mapped.extend(bucket.segment for bucket in described.buckets)
+        raise WeightSyncError("enough")
+
+    adapter: Any = SimpleNamespace(commit=commit, prepare=lambda described, done: commit(described, 0))
+    mine = EngineRank(scheduler(), adapter, torch.device("cpu"), lambda mine: [mine], node)
+    nodes = [Manifest(1, (), (BucketEntry(f"of node {one}", 0, 0),), ()) for one in range(2)]
+    manifest = encode(over_nodes(nodes))
+    with pytest.raises(WeightSyncError, match="enough"):
+        mine.load(manifest, 64, None)
+    with pytest.raises(WeightSyncError, match="enough"):
+        mine.stage(manifest)
+    assert mapped == [f"of node {node}"] * 2
 
 
 def test_any_error_of_a_load_is_an_outcome() -> None:

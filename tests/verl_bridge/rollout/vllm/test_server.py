@@ -15,7 +15,14 @@ from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.paced_starts import PER_TURN, PacedStarts
 from recipe.async_pipeline.weight_sync.busy_time import OpenTime
-from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.weight_sync.manifest import (
+    BucketEntry,
+    Manifest,
+    Ticket,
+    decode,
+    encode,
+    over_nodes,
+)
 from recipe.async_pipeline.weight_sync.preparation import Preparation
 from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
 from tests.conftest import Load
@@ -51,7 +58,7 @@ class Memories:
     """Stand for the memory services; record which versions they may overwrite."""
 
     def __init__(self) -> None:
-        self.released: list[int] = []
+        self.released: list[Any] = []
 
     async def release(self, reader: object, version: int) -> None:
         self.released.append(version)
@@ -95,6 +102,66 @@ def test_a_version_is_served_by_its_commit_and_not_before(server: Any) -> None:
         assert report.load_s == pytest.approx(4.0 + report.commit_s)
 
     run_virtual(scenario())
+
+
+def test_the_first_server_has_a_version_brought_to_every_node_of_its_replica(server: Any) -> None:
+    from recipe.async_pipeline.verl_bridge.rollout.versioned_server import Member
+
+    class OfHosts(Memories):
+        async def fetch(self, ticket: Ticket, reader: str, timeout_s: float, node: str = "n0") -> Manifest:
+            return Manifest(ticket.version, (), (BucketEntry(f"{reader}'s on {node}", 0, 0),), ())
+
+        async def release(self, reader: object, version: int, node: str = "n0") -> None:
+            self.released.append((reader, node, version))
+
+    async def scenario() -> None:
+        loaded: list[bytes] = []
+
+        async def load_into_engine(manifest: bytes, *_: Any) -> None:
+            loaded.append(manifest)
+
+        async def load(version: int, load: Callable[[], Any], *_: Any, **__: Any) -> tuple[Any, int]:
+            await load()
+            return SimpleNamespace(reports=[LoadReport()]), 0
+
+        memories = OfHosts()
+        del server._prepare
+        server._load_into_engine, server._death = load_into_engine, lambda: None
+        server._versioned = SimpleNamespace(load=load, salts=lambda version: None)
+        await server.join([Member(None, "n1", "that process"), Member(None, "n2", "a third")])  # type: ignore[arg-type]
+        ticket = Ticket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.1)
+        await server.prepare_version(ticket, memories, 10.0, "host")
+        await commit(server, 3)
+        found = [decode(loaded[0]).on_node(node).buckets[0].segment for node in range(3)]
+        assert found == ["this process's on n0", "that process's on n1", "a third's on n2"]
+        assert memories.released == [
+            ("this process", "n0", 3),
+            ("that process", "n1", 3),
+            ("a third", "n2", 3),
+        ]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_maps_the_segments_on_its_node(load: Load, node: int) -> None:
+    mapped: list[str] = []
+
+    def commit(described: Manifest, piece_bytes: int) -> None:
+        mapped.extend(bucket.segment for bucket in described.buckets)
+        raise WeightSyncError("enough")
+
+    worker_class = load("recipe.async_pipeline.verl_bridge.rollout.vllm.worker").PipelineWorkerExtension
+    worker = object.__new__(worker_class)
+    worker.parallel_config = SimpleNamespace(node_rank=node)
+    worker._adapter = SimpleNamespace(commit=commit, prepare=lambda described, done: commit(described, 0))
+    nodes = [Manifest(1, (), (BucketEntry(f"of node {one}", 0, 0),), ()) for one in range(2)]
+    manifest = encode(over_nodes(nodes))
+    with pytest.raises(WeightSyncError, match="enough"):
+        worker.load_snapshot(manifest, 64)
+    with pytest.raises(WeightSyncError, match="enough"):
+        worker.stage_snapshot(manifest)
+    assert mapped == [f"of node {node}"] * 2
 
 
 def test_repeated_calls_prepare_and_load_once(server: Any) -> None:

@@ -40,9 +40,12 @@ class _Outcome(NamedTuple):
 class EngineRank:
     """The methods that the server may call."""
 
-    def __init__(self, scheduler: Any, adapter: EngineAdapter, device: torch.device, gather: Gather) -> None:
-        """`scheduler` is SGLang's."""
+    def __init__(
+        self, scheduler: Any, adapter: EngineAdapter, device: torch.device, gather: Gather, node: int = 0
+    ) -> None:
+        """`scheduler` is SGLang's; `node` is which of the replica's nodes this is."""
         self._scheduler, self._adapter, self._device, self._gather = scheduler, adapter, device, gather
+        self._node = node
         self._prover = Prover(ranks(scheduler))
         self._board: StagingBoard | None = None
 
@@ -67,7 +70,7 @@ class EngineRank:
 
     def _stage(self, manifest: bytes) -> str | Failure | None:
         try:
-            described = decode(manifest)
+            described = decode(manifest).on_node(self._node)
             self._board = board = self._board or StagingBoard()
             board.clear()
             with _no_inference_mode():
@@ -99,7 +102,7 @@ class EngineRank:
     def _load(self, manifest: bytes, piece_bytes: int) -> _Outcome:
         try:
             started = time.perf_counter()
-            described, adapter = decode(manifest), self._adapter
+            described, adapter = decode(manifest).on_node(self._node), self._adapter
             # A step may still run on the device, with the weights that are about to be overwritten.
             torch.get_device_module(self._device).synchronize()
             with _no_inference_mode():

@@ -66,7 +66,8 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
             runner = self.tp_worker.model_runner
             device = torch.device(runner.device)
             manager = runner.lora_manager if self.enable_lora else None
-            return EngineRank(self, SGLangAdapter(runner.model, device, manager), device, self._gather)
+            adapter = SGLangAdapter(runner.model, device, manager)
+            return EngineRank(self, adapter, device, self._gather, self.server_args.node_rank)
 
         def _gather(self, mine: Any) -> list[Any]:
             everyone: list[Any] = [None] * ranks(self)

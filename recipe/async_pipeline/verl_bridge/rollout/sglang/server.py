@@ -16,7 +16,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from ....errors import EngineDeadError
 from ....weight_sync.versioned_engine import Loaded, Salts
 from ...cpu_platform import is_cpu
-from ..versioned_server import VersionedServer, is_one_node, loopback_of
+from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import lora, scheduler
 from .arguments import CORES, all_cores, cpu_arguments
 from .engine import serve_versions
@@ -56,14 +56,20 @@ class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
         # all.
         os.umask(0o077)
         use_own_children(self.config, self.run_scheduler)
+        if self.nnodes > 1:
+            name_node(self._server_address, "SGLANG_HOST_IP")
         node, self._server_address = self._server_address, loopback_of(self._server_address)
         await super().launch_server(master_address, master_port)
+        self._children = multiprocessing.active_children()
+        if self.node_rank:
+            # Its ranks are driven by the first node's.
+            self.serve_control_calls()
+            return
         if not await is_one_node():
             self._server_address = node
 
         if self.lora_as_adapter:
             await self.tokenizer_manager.lora_registry.register(lora.served_reference())
-        self._children = multiprocessing.active_children()
         # verl's server of vLLM passes this option, the one of SGLang does not.
         defaults = {"ignore_eos": bool(self.config.get("ignore_eos", False))}
         self._served = serve_versions(self.tokenizer_manager, TypeBasedDispatcher, defaults)

@@ -14,7 +14,7 @@ from ....core.items import LoadReport
 from ....observe.table import MARK
 from ....weight_sync.versioned_engine import Loaded, Salts
 from ...cpu_platform import is_cpu
-from ..versioned_server import VersionedServer, is_one_node, loopback_of
+from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import prefork
 from .engine import progress_by_name, rejections, serve_versions
 from .facts import engine_line
@@ -36,6 +36,25 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
         if self.config.tensor_model_parallel_size == 1:
             # With one device, the engine core needs no worker process.
             engine_kwargs.setdefault("distributed_executor_backend", IN_PROCESS if is_cpu() else "uni")
+
+    async def launch_server(
+        self,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        dp_rpc_port: int | None = None,
+    ) -> None:
+        if self.nnodes > 1:
+            name_node(self._server_address, "VLLM_HOST_IP")
+        await super().launch_server(master_address, master_port, dp_rpc_port)
+
+    async def run_headless(self, args: Any) -> None:
+        """Run the ranks of a further node of the replica; the engine core of the first node drives them.
+
+        If one of them ends, this process does, and the next check of the replica fails.
+        """
+        os.umask(0o077)
+        await super().run_headless(args)
+        self.serve_control_calls()
 
     async def run_server(self, args: Any) -> None:
         """Run the server on the loopback address only: its HTTP server does not authenticate requests.
@@ -73,4 +92,6 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
         await self.engine.engine_core.call_utility_async("is_scheduler_paused")
 
     def _death(self) -> BaseException | None:
+        if self.node_rank:
+            return None
         return self.engine.dead_error if self.engine.errored else None

@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.platforms import current_platform
 
 from ....core.items import LoadReport
-from ....weight_sync.manifest import decode
+from ....weight_sync.manifest import Manifest, decode
 from ....weight_sync.map_check import Share
 from ....weight_sync.proof import Prover
 from ....weight_sync.staging import StagingBoard
@@ -46,7 +46,7 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         Returns the name of the board that announces the end of the copy, or None if the version cannot be
         staged because no load of its layout could be recorded.
         """
-        described = decode(manifest)
+        described = self._described(manifest)
         self._staging_board = board = self._staging_board or StagingBoard()
         board.clear()
         staging = self._engine_adapter().prepare(described, partial(board.post, described.version))
@@ -59,7 +59,7 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         ranks must be checked together. Raises WeightSyncError or ProofError.
         """
         started = time.perf_counter()
-        described, adapter = decode(manifest), self._engine_adapter()
+        described, adapter = self._described(manifest), self._engine_adapter()
         with torch.no_grad():
             delivered = adapter.commit(described, piece_bytes)
         loaded = time.perf_counter()
@@ -72,6 +72,10 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         )
         # vLLM passes only plain values between its processes.
         return asdict(report), proved.share
+
+    def _described(self, manifest: bytes) -> Manifest:
+        """Return the manifest with the segments of this node, which may not be the engine core's."""
+        return decode(manifest).on_node(self.parallel_config.node_rank)
 
     def _engine_adapter(self) -> VllmAdapter:
         self._adapter = self._adapter or VllmAdapter(self)
