@@ -43,10 +43,17 @@ TP = "tensor_model_parallel_size"
     [
         (
             (8, 8),
-            16,
-            "must be at most the 8 rollout devices of a node, got 16: .*; set it to 8$",
+            12,
+            "must be a multiple of the 8 rollout devices of a node if a replica takes several nodes, got 12; "
+            "set it to 8 or 16$",
         ),
-        ((1, 1), 2, "must be at most the 1 rollout devices of a node, got 2: .*; set it to 1"),
+        (
+            (8, 8, 8),
+            16,
+            "must divide the 3 nodes of 8 rollout devices, got 16, which is 2 nodes for each replica; set it "
+            "to 8, or give the rollout 2 or 4 nodes$",
+        ),
+        ((4, 4), 12, "must divide the 2 nodes .* set it to 8, or give the rollout 3 nodes$"),
         (
             (6, 6),
             4,
@@ -69,7 +76,13 @@ def test_replicas_fill_nodes(per_node: tuple[int, ...], size: int, why: str) -> 
         check_replicas(pool, fits, TP)
 
 
+@pytest.mark.parametrize(
+    ("per_node", "size"), [((8, 8), 16), ((1, 1), 2), ((8,) * 4, 16), ((8,) * 4, 32), ((8,) * 32, 16)]
+)
+def test_a_replica_takes_whole_nodes(per_node: tuple[int, ...], size: int) -> None:
+    check_replicas(Pool("a", ("generate",), per_node), size, TP)
+
+
 def test_the_key_of_the_devices_is_part_of_the_remedy() -> None:
-    for per_node, remedy in ((1,), "give the rollout 2 devices with KEY$"), ((1, 1), "to 1, or raise KEY$"):
-        with pytest.raises(ConfigError, match=remedy):
-            check_replicas(Pool("a", ("generate",), per_node), 2, TP, "KEY")
+    with pytest.raises(ConfigError, match="give the rollout 2 devices with KEY$"):
+        check_replicas(Pool("a", ("generate",), (1,)), 2, TP, "KEY")

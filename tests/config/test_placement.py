@@ -239,6 +239,18 @@ def test_a_replica_that_fits_on_no_node_is_refused() -> None:
         )
 
 
+def test_a_replica_larger_than_a_node_takes_whole_nodes() -> None:
+    wishes = wishes_of(four(devices=[16, 4, 4, 32]))
+    made = place(wishes, roles=WITH_REF, devices=56, node=8, replica=16)
+    assert made.pools[-1].per_node == (8, 8, 8, 8)
+    with pytest.raises(
+        ConfigError,
+        match="pool generate needs 2 whole nodes of 8 devices for replicas of 16, but the others leave 1 of "
+        "4 nodes whole; make a pool smaller",
+    ):
+        place(wishes_of(four(devices=[5, 5, 5, 16])), roles=WITH_REF, devices=32, node=8, replica=16)
+
+
 def test_large_pools_take_whole_nodes() -> None:
     assert placed(four(devices=[16, 4, 4, 24]), devices=48)["generate"] == (("generate",), (8, 8, 8))
 

@@ -149,6 +149,8 @@ def test_the_engine_and_its_devices_are_named(model: Path) -> None:
     assert "\nengine          SGLang, tensor parallelism over 2 devices\n" in text
     text = "\n".join(in_words(planned(config(model, tensor_model_parallel_size=1), knobs())))
     assert "\nengine          vLLM, one device for each replica\n" in text
+    text = "\n".join(in_words(planned(config(model, tensor_model_parallel_size=8), knobs())))
+    assert "\nengine          vLLM, tensor parallelism over 8 devices of 2 nodes\n" in text
     assert "adapters" not in text
 
 

@@ -177,15 +177,26 @@ def test_devices_without_a_possible_split_are_refused() -> None:
         plan(of, 4)
 
 
+def test_replicas_of_two_nodes_are_planned() -> None:
+    batch = Batch(groups=64, answers=16)
+    of = msgspec.structs.replace(LONG_TAIL, batch=batch, devices_per_replica=16, devices_per_node=8)
+    splits = {
+        (setting.devices_of("train"), setting.devices_of("generate"))
+        for setting in (candidate.setting for candidate in candidates_of(of, 256, 1, 1))
+    }
+    assert (128, 128) in splits
+    assert all(generate % 16 == 0 for _, generate in splits)
+
+
 @pytest.mark.parametrize(
     ("batch", "replica", "why"),
     [
-        # 128 + 128 devices divide 64 x 16 samples evenly, so the batch is not the reason.
+        # 128 + 120 devices would divide 64 x 16 samples evenly, so the batch is not the reason.
         (
             Batch(groups=64, answers=16),
-            16,
-            "a replica of pool generate needs 16 devices of one node, but the others leave at most 8 on any "
-            "of 32 nodes of 8",
+            12,
+            "devices_per_replica of the profile must be a multiple of the 8 rollout devices of a node if a "
+            "replica takes several nodes, got 12; set it to 8 or 16",
         ),
         (
             Batch(groups=61, answers=1),
@@ -199,7 +210,7 @@ def test_a_plan_without_a_layout_has_the_reason(batch: Batch, replica: int, why:
     of = msgspec.structs.replace(LONG_TAIL, batch=batch, devices_per_replica=replica, devices_per_node=8)
     with pytest.raises(ConfigError) as error:
         plan(of, 256)
-    assert "layouts fail like this one: train 160, logp 32, generate 64: " in str(error.value)
+    assert "layouts fail like this one: train 1" in str(error.value)
     assert why in str(error.value)
     assert "\n" not in str(error.value)
 

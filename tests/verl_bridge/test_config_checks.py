@@ -37,18 +37,33 @@ def test_tensor_parallelism_must_divide_the_devices(
         launch.checked(config)
 
 
-def test_a_replica_must_fit_into_a_node(launch: ModuleType, smoke: Smoke) -> None:
+def test_a_replica_is_within_a_node_or_takes_whole_ones(launch: ModuleType, smoke: Smoke) -> None:
     nodes = {f"{ROLLOUT}.nnodes": 2, "ray_kwargs.ray_init.num_gpus": None}
     tp = f"{ROLLOUT}.tensor_model_parallel_size"
-    with pytest.raises(
-        ConfigError, match="must be at most the 8 rollout devices of a node, got 16: .* set it to 8"
+    for node, size, why in (
+        (8, 12, "must be a multiple of the 8 rollout devices of a node if .* got 12; set it to 8 or 16"),
+        (6, 4, "must divide the 2 nodes of 6 rollout devices, got 4; set it to 3 or"),
     ):
-        launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": 8, tp: 16}))
+        with pytest.raises(ConfigError, match=why):
+            launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": node, tp: size}))
+    for node, size in ((8, 4), (8, 16), (1, 2)):
+        launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": node, tp: size}))
+
+
+def test_a_replica_of_sglang_is_within_a_node(launch: ModuleType, smoke: Smoke) -> None:
+    changes = {
+        f"{ROLLOUT}.name": "sglang",
+        f"{ROLLOUT}.nnodes": 2,
+        f"{ROLLOUT}.n_gpus_per_node": 1,
+        f"{ROLLOUT}.tensor_model_parallel_size": 2,
+        "ray_kwargs.ray_init.num_gpus": None,
+    }
     with pytest.raises(
-        ConfigError, match="must divide the 2 nodes of 6 rollout devices, got 4; set it to 3 or"
+        ConfigError,
+        match="must be at most the 1 rollout devices of a node with .*=sglang, got 2: its replicas over "
+        "several nodes are not supported yet; set it to 1, or use vllm",
     ):
-        launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": 6, tp: 4}))
-    launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": 8, tp: 4}))
+        launch.checked(smoke(changes))
 
 
 def test_a_micro_batch_that_does_not_divide_a_batch_is_refused(launch: ModuleType, smoke: Smoke) -> None:

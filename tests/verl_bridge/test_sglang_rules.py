@@ -91,12 +91,7 @@ def test_what_works_is_accepted(changes: dict[str, Any]) -> None:
         ({"rollout__engine_kwargs__sglang__tp_size": 2}, f"{ROLLOUT}.tensor_model_parallel_size instead"),
         ({"rollout__quantization": "fp8"}, f"{ROLLOUT}.quantization must be null .*, got 'fp8'; leave"),
         ({"rollout__expert_parallel_size": 2}, f"{ROLLOUT}.expert_parallel_size must be 1 .*, got 2; use"),
-        (
-            {"rollout__tensor_model_parallel_size": 8},
-            f"must be at most {ROLLOUT}.n_gpus_per_node=4 with {ROLLOUT}.name=sglang, got 8: a "
-            "replica over several nodes is not supported yet; set it to 4, or raise "
-            f"{ROLLOUT}.n_gpus_per_node to 8$",
-        ),
+        ({"rollout__engine_kwargs__sglang__nnodes": 2}, f"{ARGUMENTS}.nnodes must not be set, got 2; leave"),
     ],
 )
 def test_what_does_not_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -35,22 +35,38 @@ def divisor_below(number: int, most: int) -> int:
 def check_replicas(pool: Pool, size: int, path: str, devices: str = "") -> None:
     """Raises ConfigError if replicas of `size` devices do not fill the nodes of a pool.
 
-    A replica does not span nodes. `path` is the key of `size`, `devices` the one of the devices of a node.
+    A replica is within a node, or takes whole nodes. `path` is the key of `size`, `devices` the one of the
+    devices of a node.
     """
-    node = max(pool.per_node)
-    across = f"{len(pool.per_node)} nodes of {node}" if len(pool.per_node) > 1 else f"{node}"
-    if size > node and size > 1 and len(pool.per_node) > 1:
-        raise ConfigError(
-            f"{path} must be at most the {node} rollout devices of a node, got {size}: a replica over "
-            f"several nodes is not supported yet; set it to {divisor_below(node, size)}"
-            f"{devices and f', or raise {devices}'}"
-        )
+    node, nodes = max(pool.per_node), len(pool.per_node)
+    if size > node and nodes > 1:
+        _check_whole_nodes(node, nodes, size, path)
+        return
+    across = f"{nodes} nodes of {node}" if nodes > 1 else f"{node}"
     if size < 1 or any(part % size for part in pool.per_node):
         below = node // max(size, 1) * size
         nearest = [n for n in (below, below + size) if n > 0] or [1]
-        each = " on each node" if len(pool.per_node) > 1 else ""
+        each = " on each node" if nodes > 1 else ""
         raise ConfigError(
             f"{path} must divide the {across} rollout devices, got {size}; set it to "
             f"{divisor_below(node, size)} or give the rollout {' or '.join(map(str, nearest))} devices{each}"
             f"{devices and f' with {devices}'}"
+        )
+
+
+def _check_whole_nodes(node: int, nodes: int, size: int, path: str) -> None:
+    """Raises ConfigError if replicas of more devices than a node has do not take whole nodes."""
+    each = -(-size // node)
+    if size % node:
+        raise ConfigError(
+            f"{path} must be a multiple of the {node} rollout devices of a node if a replica takes several "
+            f"nodes, got {size}; set it to {(each - 1) * node} or {each * node}"
+        )
+    if nodes % each:
+        below = nodes // each * each
+        nearest = " or ".join(str(count) for count in (below, below + each) if count)
+        raise ConfigError(
+            f"{path} must divide the {nodes} nodes of {node} rollout devices, got {size}, which is {each} "
+            f"nodes for each replica; set it to {divisor_below(nodes, each) * node}, or give the rollout "
+            f"{nearest} nodes"
         )

@@ -313,9 +313,9 @@ def _without(unused: Wish, wishes: Sequence[Wish], path: str) -> str:
 
 
 def _check_packing(pools: Sequence[Pool], nodes: int, node: int, replica: int, path: str) -> None:
-    """Pack first fit, largest first, replicas last.
+    """Pack first fit, largest first, replicas last; a replica larger than a node takes whole nodes.
 
-    Raises ConfigError if no node has enough devices left for a pool or a replica.
+    Raises ConfigError if no node has enough devices left for a pool or a replica, or too few are whole.
     """
     left = [node] * nodes
     parts = [(part, pool.name) for pool in pools if "generate" not in pool.roles for part in pool.per_node]
@@ -329,7 +329,16 @@ def _check_packing(pools: Sequence[Pool], nodes: int, node: int, replica: int, p
         left[free] -= part
 
     for pool in pools:
-        if "generate" in pool.roles and sum(free // replica for free in left) < pool.devices // replica:
+        if "generate" not in pool.roles:
+            continue
+        if replica > node:
+            whole, needed = left.count(node), len(pool.per_node)
+            if pool.devices >= replica and whole < needed:
+                raise ConfigError(
+                    f"{path}: pool {pool.name} needs {needed} whole nodes of {node} devices for replicas of "
+                    f"{replica}, but the others leave {whole} of {nodes} nodes whole; make a pool smaller"
+                )
+        elif sum(free // replica for free in left) < pool.devices // replica:
             room = [free % replica for free in left]
             raise _does_not_fit(f"a replica of pool {pool.name}", replica, room, node, path)
 

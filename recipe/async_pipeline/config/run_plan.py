@@ -262,7 +262,7 @@ def in_words(plan: Plan) -> list[str]:
         lines.append(f"custom stages   {', '.join(plan.custom_stages)}")
     lines += [
         f"training        {plan.training}",
-        f"engine          {_ENGINES.get(plan.engine, plan.engine)}, {_parallel(plan.tensor_parallel)}",
+        f"engine          {_ENGINES.get(plan.engine, plan.engine)}, {_parallel(plan)}",
         *_adapters(plan),
         f"weights         updated {every}; requests in flight during an update: {plan.in_flight_policy}",
         f"                staged {_STAGED[plan.load_staging]}{_DELTA if plan.delta else ''}",
@@ -301,8 +301,12 @@ _OLD_LOGP = {
 }
 
 
-def _parallel(size: int) -> str:
-    return "one device for each replica" if size == 1 else f"tensor parallelism over {size} devices"
+def _parallel(plan: Plan) -> str:
+    size, pool = plan.tensor_parallel, plan.placement.pool_of("generate")
+    if size == 1 or pool is None:
+        return "one device for each replica"
+    nodes = -(-size // max(pool.per_node))
+    return f"tensor parallelism over {size} devices" + (f" of {nodes} nodes" if nodes > 1 else "")
 
 
 def _adapters(plan: Plan) -> Iterator[str]:

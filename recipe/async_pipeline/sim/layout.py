@@ -107,7 +107,7 @@ class Rejections:
         try:
             placement = placement_of(profile, pools, devices, path)
         except ConfigError as error:
-            self.placements.append(str(error))
+            self.placements.append(f"{path}: {str(error).removeprefix(f'{path}: ')}")
             return None
         try:
             return placement, groups_of(profile, placement)

@@ -9,7 +9,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..config.adapters import publishes_adapters
-from ..config.divisibility import divisor_below
 from ..errors import ConfigError
 from .engine_arguments import check_argument_names
 
@@ -38,6 +37,10 @@ REPLACED = {
     "api_key": "leave it out, since verl's server of SGLang checks no key",
     "admin_api_key": "leave it out, since verl's server of SGLang would open more routes and check no key",
     "tokenizer_worker_num": "leave it out, since one process must know all requests",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "dist_init_addr"),
+        "leave it out, since the nodes of a replica follow from its devices",
+    ),
 }
 """SGLang's arguments that would contradict what the pipeline knows about the engine, with the remedy."""
 
@@ -72,13 +75,6 @@ def check_sglang(config: DictConfig) -> None:
         raise ConfigError(
             f"{ROLLOUT}.expert_parallel_size must be 1 with {ROLLOUT}.name=sglang, got "
             f"{rollout.expert_parallel_size!r}; use tensor parallelism"
-        )
-    devices, per_node = rollout.tensor_model_parallel_size, rollout.get("n_gpus_per_node")
-    if per_node and devices > per_node:
-        raise ConfigError(
-            f"{ROLLOUT}.tensor_model_parallel_size must be at most {ROLLOUT}.n_gpus_per_node={per_node} with "
-            f"{ROLLOUT}.name=sglang, got {devices!r}: a replica over several nodes is not supported yet; set "
-            f"it to {divisor_below(per_node, devices)}, or raise {ROLLOUT}.n_gpus_per_node to {devices}"
         )
 
 
