@@ -136,6 +136,7 @@ def test_a_replica_over_two_hosts_starts_again_after_the_loss_of_one(
 RANK_NAMES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
 """Beginnings of the titles of the processes of ranks."""
 BACK = "serves again, version "
+BOARD_BYTES = 4096
 
 
 def check_segments(job: Job, seen: Sequence[dict[str, int]]) -> None:
@@ -144,4 +145,6 @@ def check_segments(job: Job, seen: Sequence[dict[str, int]]) -> None:
     assert version_bytes > 0
     for segments in seen:
         assert 0 < sum(segments.values()) <= 1.1 * 2 * version_bytes
-        assert len({name.split("-")[2] for name in segments}) == 1, "one process owns them"
+        # A rank that stages on its device has a board there, of a page.
+        owners = {name.split("-")[2] for name, nbytes in segments.items() if nbytes > BOARD_BYTES}
+        assert len(owners) == 1, "one process owns them"
