@@ -22,8 +22,8 @@ from recipe.async_pipeline.errors import CorruptionError, WaitTimeout, WeightSyn
 from recipe.async_pipeline.weight_sync import host_memory
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, runs, this_process
-from recipe.async_pipeline.weight_sync.host_slots import Reader
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
+from recipe.async_pipeline.weight_sync.host_slots import Reader, runs, this_process
 from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket
 from recipe.async_pipeline.weight_sync.receiver import ATTEMPTS, Verdict
 from recipe.async_pipeline.weight_sync.relay import parent_of, tree

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, Part
 from recipe.async_pipeline.weight_sync.board import await_announcement, await_manifest
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, this_process
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
+from recipe.async_pipeline.weight_sync.host_slots import this_process
 from recipe.async_pipeline.weight_sync.manifest import (
     Manifest,
     Share,

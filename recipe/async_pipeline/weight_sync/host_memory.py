@@ -17,14 +17,12 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-import psutil
-
 from ..core.deadline import within
 from ..errors import CorruptionError
 from .arena import ArenaReader
 from .board import await_manifest
 from .delta_link import Differences, fetch_from
-from .host_slots import NUM_SLOTS, HostSlots, Reader
+from .host_slots import NUM_SLOTS, HostSlots, Reader, runs, this_process
 from .manifest import Manifest, Ticket
 from .preparation import to_the_end
 from .receiver import Incoming, Slot, Verdict, receive
@@ -37,28 +35,9 @@ LEASE_TIMEOUTS = 4
 """A lease lasts this many times the deadline of a load. It is the last resort: a process that hangs is ended
 long before, which ends its lease.
 """
-SAME_START_S = 5.0
-"""Largest difference between two readings of when a process started."""
 LEASE_POLL_S = 0.2
 """Interval for asking whether the processes that read a version have ended: they do not notify."""
 OWNER = "the memory service"
-
-
-def runs(reader: Reader) -> bool:
-    """Return whether a process of this host still runs."""
-    try:
-        process = psutil.Process(reader.pid)
-        # Derived from the time of boot, which may be adjusted by a second while the machine runs.
-        same = abs(process.create_time() - reader.started) < SAME_START_S
-        return same and bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def this_process(name: str) -> Reader:
-    """Return this process as a reader."""
-    process = psutil.Process()
-    return Reader(name, process.pid, process.create_time())
 
 
 class Request(NamedTuple):

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import psutil
+
 from ..errors import WeightSyncError
 
 NUM_SLOTS = 2
 """Versions that a host keeps."""
+SAME_START_S = 5.0
+"""Largest difference between two readings of when a process started."""
 
 
 class Reader(NamedTuple):
@@ -24,6 +28,28 @@ class Reader(NamedTuple):
     def is_same(self, other: Reader) -> bool:
         """Return whether this is the same part of the same process."""
         return (self.name, self.pid) == (other.name, other.pid)
+
+
+def running(pid: int, started: float) -> psutil.Process | None:
+    """Return the process of this host with that id and start time, or None if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        # Derived from the time of boot, which may be adjusted by a second while the machine runs.
+        same = abs(process.create_time() - started) < SAME_START_S
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def runs(reader: Reader) -> bool:
+    """Return whether a process of this host still runs."""
+    return running(reader.pid, reader.started) is not None
+
+
+def this_process(name: str) -> Reader:
+    """Return this process as a reader."""
+    process = psutil.Process()
+    return Reader(name, process.pid, process.create_time())
 
 
 @dataclass

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from recipe.async_pipeline.verl_bridge.rollout.device_holder import DeviceReservation, ReservedDevice
+from recipe.async_pipeline.weight_sync.host_slots import SAME_START_S
 from tests import REPOSITORY
 
 
@@ -33,7 +34,7 @@ def test_it_reports_its_node_and_device_to_verl() -> None:
 def test_it_ends_only_the_given_processes() -> None:
     with subprocess.Popen(["sleep", "600"]) as doomed, subprocess.Popen(["sleep", "600"]) as spared:
         started = psutil.Process(doomed.pid).create_time()
-        another = psutil.Process(spared.pid).create_time() - 1.0
+        another = psutil.Process(spared.pid).create_time() - 2 * SAME_START_S
         gone = 2**22 + 1  # larger than any process id on Linux
         try:
             assert DeviceReservation().end([(doomed.pid, started), (spared.pid, another), (gone, 0.0)]) == 1
@@ -41,6 +42,17 @@ def test_it_ends_only_the_given_processes() -> None:
             assert spared.poll() is None, "its id belonged to another process before"
         finally:
             spared.kill()
+
+
+def test_it_ends_processes_after_the_clock_was_adjusted() -> None:
+    with subprocess.Popen(["sleep", "600"]) as doomed:
+        # The boot time, from which start times are derived, changes with the clock.
+        before = psutil.Process(doomed.pid).create_time() - 1.0
+        try:
+            assert DeviceReservation().end([(doomed.pid, before)]) == 1
+            assert doomed.wait(timeout=10) == -signal.SIGKILL
+        finally:
+            doomed.kill()
 
 
 @pytest.mark.slow

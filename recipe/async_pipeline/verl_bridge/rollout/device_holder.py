@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import ray
 
+from ...weight_sync.host_slots import running
+
 
 class DeviceReservation:
     """The actor. Start it with `num_gpus`."""
@@ -28,9 +30,9 @@ class DeviceReservation:
         """Kill processes of this host if their start times still match; return how many were killed."""
         found = 0
         for pid, started in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.create_time() == started:
+            process = running(pid, started)
+            if process is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
                     found += 1
         return found

@@ -22,8 +22,7 @@ from ...core.items import LoadReport
 from ...core.staleness import check_served
 from ...errors import WeightSyncError
 from ...weight_sync.busy_time import OpenTime
-from ...weight_sync.host_memory import this_process
-from ...weight_sync.host_slots import Reader
+from ...weight_sync.host_slots import Reader, this_process
 from ...weight_sync.manifest import Manifest, Ticket, encode, over_nodes
 from ...weight_sync.preparation import Preparation
 from ...weight_sync.staging import await_staged
