@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,27 +29,99 @@ def test_names_are_random_and_in_this_format() -> None:
     assert first.startswith(PREFIX)
 
 
+OWNER = """
+import os, sys, time
+from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR, new_name, sweep_orphans
+
+def own():
+    path = SHM_DIR / new_name()
+    path.touch(mode=0o600)
+    print(path, flush=True)
+"""
+
+
+@contextmanager
+def owner(code: str, *before: str) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """Run a process that makes a segment and then reads its standard input to the end."""
+    command = [*before, sys.executable, "-c", f"{OWNER}own(); {code}sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        try:
+            yield path, process
+        finally:
+            process.kill()
+            path.unlink(missing_ok=True)
+
+
+def is_swept_soon(path: Path) -> bool:
+    """Return whether a segment is swept once the owner, which was killed, has ended."""
+    deadline = time.monotonic() + 30.0
+    while path.exists() and time.monotonic() < deadline:
+        sweep_orphans()
+    return not path.exists()
+
+
+def new_namespace() -> list[str]:
+    """Return a command that runs another one in its own namespace of process ids, with shared memory."""
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("this machine has no namespaces for its users")
+    return command
+
+
 def test_only_segments_of_dead_processes_are_swept() -> None:
-    code = (
-        "from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR, new_name\n"
-        "name = new_name(); (SHM_DIR / name).touch(); print(name)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    dead, alive = SHM_DIR / done.stdout.strip(), SHM_DIR / new_name()
-    alive.touch()
-    try:
-        assert dead.exists()
-        assert dead.name in sweep_orphans()
-        assert not dead.exists()
+    with owner("") as (dead, process), owner("") as (alive, _):
+        own = SHM_DIR / new_name()
+        own.touch(mode=0o600)
+        try:
+            assert not {dead.name, alive.name, own.name} & set(sweep_orphans())
+            process.kill()
+            process.wait()
+            assert dead.name in sweep_orphans()
+            assert not dead.exists() and alive.exists() and own.exists()
+        finally:
+            own.unlink()
+
+
+def test_segments_of_other_namespaces_are_swept_when_their_owner_is_dead() -> None:
+    with owner("", *new_namespace()) as (dead, process), owner("", *new_namespace()) as (alive, _):
+        assert dead.name.split("-")[2] == alive.name.split("-")[2], "both have the same process id"
+        process.kill()
+        assert is_swept_soon(dead), "its parent, `unshare`, ends first"
         assert alive.exists()
-    finally:
-        alive.unlink()
+
+
+def test_a_process_of_another_namespace_does_not_sweep_a_live_neighbour() -> None:
+    with owner("") as (neighbour, _), owner("sweep_orphans(); own(); ", *new_namespace()) as (_, process):
+        assert process.stdout is not None
+        swept = Path(process.stdout.readline().strip())
+        assert swept.exists()
+        swept.unlink()
+        assert neighbour.exists()
+
+
+def test_a_fork_is_another_owner_and_does_not_keep_its_parents_segments() -> None:
+    code = "os.fork() or (own(), time.sleep(600)); "
+    with owner(code) as (parents, process):
+        assert process.stdout is not None
+        childs = Path(process.stdout.readline().strip())
+        try:
+            assert childs.name.split("-")[1] != parents.name.split("-")[1]
+            process.kill()
+            process.wait()
+            swept = sweep_orphans()
+            assert parents.name in swept and childs.name not in swept
+            os.kill(int(childs.name.split("-")[2]), signal.SIGKILL)
+            assert is_swept_soon(childs)
+        finally:
+            childs.unlink(missing_ok=True)
 
 
 @pytest.fixture
 def orphan() -> Iterator[Path]:
     """A segment of a process that does not exist."""
-    path = SHM_DIR / new_name().replace(f"-{os.getpid()}-", "-0-")
+    path = SHM_DIR / f"{PREFIX}{0:015x}-1-{0:016x}"
     path.touch(mode=0o600)
     yield path
     path.unlink(missing_ok=True)
@@ -54,7 +130,8 @@ def orphan() -> Iterator[Path]:
 def test_a_segment_that_another_process_sweeps_first_is_no_error(
     orphan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = orphan.with_name(f"{orphan.name}x")
+    gone = orphan.with_name(f"{orphan.name[:-1]}1")
+    new_name()  # has opened the locks
     listed = SimpleNamespace(glob=lambda pattern: [gone, orphan])
     monkeypatch.setattr(segment_names, "SHM_DIR", listed)
     assert sweep_orphans() == [orphan.name]
@@ -65,6 +142,15 @@ def test_orphans_of_another_user_are_not_swept(orphan: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "getuid", lambda: orphan.stat().st_uid + 1)
     assert orphan.name not in sweep_orphans()
     assert orphan.exists()
+
+
+def test_names_that_this_package_does_not_give_are_not_swept() -> None:
+    path = SHM_DIR / f"{PREFIX}4026531836-1-{0:016x}"
+    path.touch(mode=0o600)
+    try:
+        assert path.name not in sweep_orphans() and path.exists()
+    finally:
+        path.unlink()
 
 
 # Whose memory it is.
