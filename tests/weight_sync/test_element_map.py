@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.weight_sync.element_map import Piece, View, missing_element, overlap
@@ -86,3 +86,37 @@ def test_the_gap_of_a_tensor_that_is_not_contiguous() -> None:
     transposed = numbered().t()
     assert missing_element([view_of(numbered())], view_of(transposed)) is None
     assert missing_element([view_of(numbered()[:5])], view_of(transposed)) in range(20, 24)
+
+
+@st.composite
+def parts_of_rows(draw: st.DrawFn) -> tuple[View, list[View]]:
+    """A tensor, and parts of it, mostly of its columns as tensor parallel ranks have them."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    whole, views = View.whole(shape), []
+    for _ in range(draw(st.integers(1, 4))):
+        view = whole
+        for axis in draw(st.sets(st.integers(0, len(shape) - 1), max_size=2)):
+            start = draw(st.integers(0, shape[axis] - 1))
+            view = view.narrow(axis, start, draw(st.integers(1, shape[axis] - start)))
+        order = draw(st.permutations(range(len(shape))))
+        shapes, strides = ([of[axis] for axis in order] for of in (view.shape, view.stride))
+        views.append(View(view.offset, tuple(shapes), tuple(strides)))
+    return whole, views
+
+
+@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@given(parts_of_rows())
+def test_a_missing_element_is_the_first_one_that_no_view_marks(found: tuple[View, list[View]]) -> None:
+    whole, views = found
+    marks = torch.zeros(whole.numel, dtype=torch.bool)
+    for view in views:
+        view.of(marks).fill_(True)
+    unmarked = (~marks).nonzero().flatten().tolist()
+    assert missing_element(views, whole) == (unmarked[0] if unmarked else None)
+
+
+def test_columns_of_a_large_tensor_are_compared_without_its_elements() -> None:
+    whole = View.whole((1 << 20, 1 << 20))  # marks of its elements would take 1 TB
+    ranks = [whole.narrow(1, rank << 17, 1 << 17) for rank in range(8)]
+    assert missing_element(ranks, View.whole((whole.numel,))) is None
+    assert missing_element([*ranks[:3], *ranks[4:]], View.whole((whole.numel,))) == 3 << 17

@@ -109,6 +109,21 @@ class View(NamedTuple):
         """Return this view of a tensor."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
+    def rows(self) -> tuple[int, int, int] | None:
+        """Return number, pitch and width of rows, if the view has the elements of equal rows, or None."""
+        axes: list[tuple[int, int]] = []
+        for size, stride in sorted(self._axes(), key=lambda axis: -axis[1]):
+            if axes and axes[-1][1] == size * stride:
+                axes[-1] = axes[-1][0] * size, stride
+            else:
+                axes.append((size, stride))
+        if not axes or axes[-1][1] != 1:
+            axes.append((1, 1))
+        if len(axes) == 1:
+            axes.insert(0, (1, axes[0][0]))
+        (count, pitch), (width, _) = axes[0], axes[-1]
+        return (count, pitch, width) if len(axes) == 2 and width <= pitch else None
+
     def _axes(self) -> list[tuple[int, int]]:
         return [(n, s) for n, s in zip(self.shape, self.stride, strict=True) if n > 1]
 
@@ -157,6 +172,13 @@ def missing_element(views: Iterable[View], tensor: View) -> int | None:
         return None
     if all(view.contiguous for view in made) and tensor.contiguous:
         return _gap([(view.offset, view.offset + view.numel) for view in made], tensor)
+    rows = {view.rows() for view in made if view.numel}
+    if len(rows) == 1 and (row := rows.pop()) is not None and tensor == View.whole(tensor.shape):
+        count, pitch, width = row
+        starts = [view.offset for view in made if view.numel]
+        if count * pitch == tensor.numel and max(starts) + width <= pitch:
+            # All rows are alike, so the first one tells.
+            return _gap([(start, start + width) for start in starts], View.whole((pitch,)))
     found = _marked(made, tensor)
     if bool(found.all()):
         return None
