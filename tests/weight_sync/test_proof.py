@@ -19,6 +19,7 @@ from recipe.async_pipeline.weight_sync.element_map import ElementMap, Piece, Vie
 from recipe.async_pipeline.weight_sync.engine_adapter import Conversion, Delivered
 from recipe.async_pipeline.weight_sync.manifest import VALUES_PER_TENSOR, Manifest, TensorEntry
 from recipe.async_pipeline.weight_sync.proof import (
+    ROTATION,
     Prover,
     draw_sample,
     sample_positions,
@@ -156,3 +157,11 @@ def test_positions_are_the_same_on_both_sides_and_change_with_the_version() -> N
     assert first.shape == (VALUES_PER_TENSOR,)
     assert int(first.min()) >= 0 and int(first.max()) < 10_000
     assert sample_positions(3, "a", 5).shape == (5,)
+
+
+@pytest.mark.parametrize("tensors", [1, 64, 65, 1_025, 18_867])
+def test_all_tensors_are_verified_within_a_rotation(tensors: int) -> None:
+    names = [f"w{i}" for i in range(tensors)]
+    samples = [sampled_names(names, publication, 16) for publication in range(7, 7 + ROTATION)]
+    assert set().union(*samples) == set(names)
+    assert max(map(len, samples)) == min(tensors, max(16, -(-tensors // ROTATION)))

@@ -50,8 +50,9 @@ class WeightSyncConfig:
     each update, and with True long common prompts too, but tokens then depend on keys and values of other
     versions, which no record shows. With session, no episode begins with such keys and values."""
     verify_tensors: Positive = 16
-    """Tensors whose served values are compared with the trainer's after each load. The sample rotates until
-    all tensors are covered; embeddings are compared every time."""
+    """Tensors whose served values are compared with the trainer's after each load, at least: the sample
+    rotates, and it is larger if 64 updates would not cover all tensors. Embeddings are compared every
+    time."""
     gather_bucket_size_mb: Positive = 512
     """MB of each host bucket that the trainer gathers weights into."""
     delta: bool = False

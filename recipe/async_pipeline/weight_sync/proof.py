@@ -34,14 +34,18 @@ _MIX = (
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
 )
 
+ROTATION = 64
+"""Updates in which all tensors are verified, however many there are, as in a mixture of experts."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def sampled_names(names: Sequence[str], publication: int, count: int) -> tuple[str, ...]:
     """Return the tensors to verify in this update: a rotating slice, plus embedding and head.
 
-    `publication` counts updates one by one, unlike versions, some of which may be skipped.
+    The slice has `count` tensors, or more if `ROTATION` updates would not cover all of them. `publication`
+    counts updates one by one, unlike versions, some of which may be skipped.
     """
+    count = max(count, -(-len(names) // ROTATION))
     if count >= len(names):
         return tuple(names)
     start = publication * count % len(names)
