@@ -63,6 +63,12 @@ class WeightSyncError(AsyncPipelineError, RuntimeError):
     """A weight version could not be gathered, transferred or loaded."""
 
 
+class StagingError(WeightSyncError):
+    """A version could not be copied to the devices ahead of its load, which remains possible from host
+    memory.
+    """
+
+
 class VersionNotServed(WeightSyncError):
     """A replica got a request of a group that was admitted with newer weights than it serves."""
 

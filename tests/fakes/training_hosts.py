@@ -20,7 +20,8 @@ import torch
 from msgspec.structs import replace
 
 from recipe.async_pipeline.weight_sync.arena import ArenaReader
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, this_process
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
+from recipe.async_pipeline.weight_sync.host_slots import this_process
 from recipe.async_pipeline.weight_sync.manifest import Announcement, Failure, decode_announcement, joined
 from recipe.async_pipeline.weight_sync.shares import Bucket
 from recipe.async_pipeline.weight_sync.transport import header_of

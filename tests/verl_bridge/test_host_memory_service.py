@@ -28,7 +28,8 @@ from recipe.async_pipeline.verl_bridge.host_memory_service import (
 )
 from recipe.async_pipeline.verl_bridge.object_store_transport import Route
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.host_memory import Status, this_process
+from recipe.async_pipeline.weight_sync.host_memory import Status
+from recipe.async_pipeline.weight_sync.host_slots import this_process
 from recipe.async_pipeline.weight_sync.manifest import Ticket
 from recipe.async_pipeline.weight_sync.receiver import Verdict
 from tests.fakes.waiting import until

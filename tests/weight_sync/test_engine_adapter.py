@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError
+from recipe.async_pipeline.weight_sync import copy_plan
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.element_map import View
@@ -17,7 +18,8 @@ from recipe.async_pipeline.weight_sync.engine_adapter import Delivered, Expected
 from recipe.async_pipeline.weight_sync.manifest import Manifest, TensorEntry
 from recipe.async_pipeline.weight_sync.map_check import Checked, check_map
 from recipe.async_pipeline.weight_sync.proof import Prover
-from recipe.async_pipeline.weight_sync.recording_adapter import holds
+from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter, holds
+from recipe.async_pipeline.weight_sync.standby_copy import StandbyCopy
 from tests.fakes.adapter_contract import check_loads, check_stages, deliver
 from tests.fakes.engine import (
     ATTENTION,
@@ -36,6 +38,7 @@ from tests.fakes.engine import (
     weights,
 )
 from tests.fakes.simulated_device import DEVICE, SimulatedDevice, Stream, WrongMemory, simulated_device
+from tests.fakes.waiting import until
 
 _FP8 = torch.float8_e4m3fn
 Publish = Callable[[Weights], Manifest]
@@ -131,6 +134,152 @@ def test_a_version_of_another_layout_is_staged_by_its_own_record(publish: Publis
     check_stages(ranks, publish(weights(1)), publish(weights(2)))
     before, staged = (dict(reversed(weights(version).items())) for version in (3, 4))
     check_stages(ranks, publish(before), publish(staged))
+
+
+def prepare_and_fail(adapter: FakeEngine, manifest: Manifest) -> BaseException | None:
+    """Stage a version; return the error that is announced."""
+    ends: list[BaseException | None] = []
+    assert adapter.prepare(manifest, ends.append)
+    until(lambda: bool(ends), "announced")
+    return ends[0]
+
+
+@pytest.mark.parametrize("where", ["allocation", "copy", "start"])
+def test_a_version_whose_staging_fails_is_loaded_from_host_memory(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    (adapter,) = ranks = replica(1)
+    provers = [Prover()]
+    deliver(ranks, provers, publish(weights(1)))
+
+    def full(*args: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as device:
+        owner, name = {
+            "allocation": (StandbyCopy, "_allocate"),
+            "copy": (copy_plan, "copy_in_background"),
+            "start": (StandbyCopy, "__init__"),
+        }[where]
+        device.setattr(owner, name, full)
+        second = publish(weights(2))
+        error = prepare_and_fail(adapter, second)
+        assert isinstance(error, torch.OutOfMemoryError)
+        assert error.__traceback__ is None or where == "start", "its frames hold device memory"
+        assert deliver(ranks, provers, second)[1] == [len(second.samples)]
+    third = publish(weights(3))
+    assert prepare_and_fail(adapter, third) is None, "with enough memory it is staged again"
+    assert adapter.staged_version() == 3
+    assert deliver(ranks, provers, third)[1] == [len(third.samples)]
+
+
+class Driver:
+    """CUDA's runtime: knows which memory of this process is pinned."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return any(
+            start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + nbytes
+            for start, nbytes in self.pinned.items()
+        )
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    return made
+
+
+PAGES = 1 << 15
+"""Elements of a tensor of several pages."""
+
+
+class Pinning(RecordingAdapter):
+    """One of two ranks on a device with CUDA: serves rows of one tensor, columns of another, and no third."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda"))
+        self.rows, self.columns = torch.zeros(8, PAGES).bfloat16(), torch.zeros(16, PAGES // 2).bfloat16()
+        self.computes = False
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"rows": self.rows, "columns": self.columns}
+
+    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        given = dict(piece)
+        if "rows" in given:
+            self.rows.copy_(given["rows"][8:].clone() if self.computes else given["rows"][8:])
+        if "columns" in given:
+            self.columns.copy_(given["columns"][:, PAGES // 2 :])
+
+    def finish(self) -> None:
+        pass
+
+    def seal(self) -> None:
+        pass
+
+
+@pytest.fixture
+def large() -> Iterator[Callable[[bool], Manifest]]:
+    """A function that publishes a version, in one of two orders, each of whose tensors fills a bucket."""
+    writer, version = ArenaWriter(16 * PAGES * 2, 4, None), iter(range(1, 100))
+
+    def gather(reverse: bool = False) -> Manifest:
+        tensors = [(name, torch.randn(16, PAGES).bfloat16()) for name in ("rows", "columns", "other")]
+        return await_manifest(writer.gather(next(version), tensors[::-1] if reverse else tensors), 30)
+
+    yield gather
+    writer.close()
+
+
+def test_only_what_a_rank_copies_directly_is_pinned_and_not_during_a_commit(
+    large: Callable[..., Manifest], driver: Driver
+) -> None:
+    adapter = Pinning()
+    for number in (1, 2):  # each arena
+        manifest = large()
+        adapter.commit(manifest, 1 << 30)
+        until(lambda n=number: len(driver.pinned) == n, "pinned in a thread")  # type: ignore[misc]
+        published = adapter.published(manifest)
+        assert driver.has(published["rows"][8:]) and not driver.has(published["rows"])
+        assert sum(driver.pinned.values()) == number * 8 * PAGES * 2
+    before = dict(driver.pinned)
+    adapter.commit(large(), 1 << 30)
+    assert driver.pinned == before
+
+    other = large(True)
+    monitored: list[int] = []
+    load = adapter.load
+
+    def monitoring(piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        monitored.append(len(driver.pinned))
+        load(piece)
+
+    adapter.load = monitoring  # type: ignore[method-assign]
+    adapter.commit(other, 1 << 30)
+    assert set(monitored) == {1}, "CUDA refuses a copy that is pinned in part"
+
+
+def test_a_loader_that_computes_reads_pinned_buckets(large: Callable[..., Manifest], driver: Driver) -> None:
+    adapter = Pinning()
+    adapter.computes = True
+    adapter.commit(first := large(), 1 << 30)
+    until(lambda: len(driver.pinned) == 2, "pinned in a thread")
+    published = adapter.published(first)
+    assert driver.has(published["rows"]) and driver.has(published["columns"])
+    assert not driver.has(published["other"]), "this rank reads nothing of it"
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, _FP8, torch.float8_e5m2)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.errors import StagingError, WeightSyncError
 from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR
 from recipe.async_pipeline.weight_sync.staging import POLL_S, StagingBoard, await_staged
 
@@ -42,12 +42,15 @@ def test_a_version_is_staged_once_every_rank_says_so(boards: list[StagingBoard])
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_error_of_any_rank_reaches_the_server(boards: list[StagingBoard], rank: int) -> None:
-    boards[rank].post(4, MemoryError("the device is full"))
-    boards[1 - rank].post(4, None)
-    with pytest.raises(
-        WeightSyncError, match="v4 could not be copied to the device: MemoryError: the device is full"
-    ):
-        run_virtual(await_staged(names(boards), 4))
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        boards[rank].post(4, MemoryError("the device is full"))
+        loop.call_later(2.0, boards[1 - rank].post, 4, None)
+        with pytest.raises(StagingError, match="MemoryError: the device is full"):
+            await await_staged(names(boards), 4)
+        assert loop.time() > 2.0 - POLL_S, "no rank copies any more"
+
+    run_virtual(scenario())
 
 
 def test_a_newer_version_ends_the_wait(boards: list[StagingBoard]) -> None:

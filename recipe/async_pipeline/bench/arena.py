@@ -123,9 +123,9 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
             assert ticket is not None
             manifest = await_manifest(ticket, TIMEOUT_S)
 
-            if device.type == "cuda":
-                reader.pin(manifest)
             published = reader.tensors(manifest)
+            if device.type == "cuda":
+                reader.pinning(manifest, published.values())()
             if spare is None:
                 with Recorder(published) as recorder:
                     for parameter, tensor in zip(served, published.values(), strict=True):

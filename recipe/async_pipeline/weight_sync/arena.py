@@ -39,7 +39,7 @@ from .manifest import (
 from .memory_work import copy_all
 from .proof import draw_sample, sampled_names
 from .ranks import Alone, Ranks
-from .segment import Segment, create_segment, view_of
+from .segment import Segment, create_segment, direct_ranges, view_of
 from .segment_names import SHM_DIR, sweep_orphans
 from .shares import Place, laid_out, share_of, used_by, view_of_block
 
@@ -135,7 +135,8 @@ class Arena:
             self._segments[entry.bucket].reserve(self._layout.used[-1])
             if tensor.is_cuda and not on_device:
                 # The previous version tells how many bytes of the buckets will be used.
-                self._pin(before)
+                for segment, nbytes in zip(self._segments, before, strict=False):
+                    segment.pin([(0, nbytes)])
             on_device = on_device or tensor.is_cuda
             view_of(self._segments, entry).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if on_device:
@@ -229,16 +230,13 @@ class Arena:
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         on_device = any(source.is_cuda for source in sources)
         if on_device:
-            self._pin(self._used)
+            ranges = direct_ranges(targets)
+            for segment in self._segments:
+                segment.pin(ranges.get(segment.address, ()))
             torch._foreach_copy_(targets, sources, non_blocking=True)
             torch.cuda.synchronize()
         else:
             copy_all(targets, sources)
-
-    def _pin(self, used: Sequence[int]) -> None:
-        """Let CUDA devices write to the buckets directly."""
-        for segment, nbytes in zip(self._segments, used, strict=False):
-            segment.pin(nbytes)
 
 
 class ArenaWriter:
@@ -372,10 +370,19 @@ class ArenaReader:
         for piece in manifest.pieces(piece_bytes):
             yield [(entry.name, view_of(segments, entry)) for entry in piece]
 
-    def pin(self, manifest: Manifest) -> None:
-        """Let CUDA devices copy from a version directly."""
-        for segment, bucket in zip(self._map(manifest), manifest.buckets, strict=True):
-            segment.pin(bucket.nbytes)
+    def pinning(self, manifest: Manifest, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+        """Return a call, for any thread, that lets CUDA devices copy from aliases of a version directly.
+
+        It ends this for everything else in the version's memory; see `Segment.pin`.
+        """
+        segments = self._map(manifest)
+
+        def pin() -> None:
+            ranges = direct_ranges(tensors)
+            for segment in segments:
+                segment.pin(ranges.get(segment.address, ()))
+
+        return pin
 
     def _map(self, manifest: Announcement) -> list[Segment]:
         names = {b.segment for b in manifest.buckets}

@@ -220,7 +220,7 @@ class RecordedLoad:
 
     def __init__(self, copies: Sequence[Copy], layout: Sequence[TensorEntry]) -> None:
         self._copies = list(copies)
-        self._layout = tuple(layout)
+        self.layout = tuple(layout)
         self.targets = [copy.target for copy in copies]
         """Views of the parameters that the load writes."""
         self._apart = apart(self.targets)
@@ -231,9 +231,7 @@ class RecordedLoad:
     def fits(self, manifest: Manifest, parameters: Iterable[torch.Tensor]) -> bool:
         """Return whether the copies of this load would bring that version into these parameters."""
         memory = {memory_of(parameter) for parameter in parameters}
-        return manifest.tensors == self._layout and all(
-            memory_of(target) in memory for target in self.targets
-        )
+        return manifest.tensors == self.layout and all(memory_of(target) in memory for target in self.targets)
 
     def copy(
         self,
@@ -247,7 +245,7 @@ class RecordedLoad:
 
         With `background`, the calling thread copies alone and gives way to others.
         """
-        sources = self._views(manifest, published)
+        sources = self.sources(manifest, published)
         if any(target.is_cuda for target in targets):
             torch._foreach_copy_(list(targets), sources, non_blocking=True)
             torch.cuda.current_stream().synchronize()
@@ -258,10 +256,11 @@ class RecordedLoad:
 
     def took(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> bool:
         """Return whether the parameters hold, bit for bit, the values that were copied into them."""
-        pairs = zip(self.targets, self._views(manifest, published), strict=True)
+        pairs = zip(self.targets, self.sources(manifest, published), strict=True)
         return all(torch.equal(target, source.to(target)) for target, source in pairs)
 
-    def _views(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def sources(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the view of the published tensors that each copy reads."""
         key = tuple(bucket.segment for bucket in manifest.buckets)
         if key not in self._sources:
             if len(self._sources) == 2:  # a larger arena replaced one of the two

@@ -77,13 +77,11 @@ def copy_in_background(targets: Sequence[torch.Tensor], sources: Sequence[torch.
 
 def apart(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether no two tensors can overlap, as far as their first and last elements tell."""
-    places = sorted(
-        (t.data_ptr(), t.data_ptr() + t.element_size() * _extent(t)) for t in tensors if t.numel()
-    )
+    places = sorted((t.data_ptr(), t.data_ptr() + t.element_size() * extent(t)) for t in tensors if t.numel())
     return all(end <= start for (_, end), (start, _) in pairwise(places))
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Return the elements from the first one of a tensor to its last one, inclusive."""
     extent: int = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return extent

@@ -25,8 +25,8 @@ class Preparation(Generic[T]):
         self._version: int | None = None
         self._work: asyncio.Task[T] | None = None
 
-    async def prepare(self, version: int, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Run `work` for a version, unless that is done or in progress; then wait for that.
+    async def prepare(self, version: int, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of `work` for a version, which runs unless it has run or runs already.
 
         Ends the preparation of an older version first. If this call is cancelled, the preparation continues.
         Raises what `work` raises, and WeightSyncError if a newer version takes its place or has already done
@@ -44,7 +44,7 @@ class Preparation(Generic[T]):
         await asyncio.wait({running})
         if self._version != version:
             raise WeightSyncError(f"v{version} was replaced by v{self._version} during its preparation")
-        running.result()
+        return running.result()
 
     def prepared(self, version: int) -> T:
         """Return what was prepared for a version. Raises WeightSyncError if it was not."""

@@ -9,8 +9,9 @@ published ones can do that ahead instead (`conversion`); its loader then gets th
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -38,6 +39,8 @@ class RecordingAdapter(ABC):
         self._elements: ElementMap | None = None
         self._layout: tuple[TensorEntry, ...] = ()
         self._converted: Mapping[str, Conversion] = {}
+        self._pinned: dict[tuple[str, ...], object] = {}
+        """What each of the two arenas is pinned for: a record, or a layout for the loader."""
 
     @abstractmethod
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -83,13 +86,19 @@ class RecordingAdapter(ABC):
     def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
         """Start to stage a version on the device; the thread that does so calls `ended` last.
 
-        Returns False if it cannot be staged because no load of its layout could be recorded.
+        Returns False if it cannot be staged because no load of its layout could be recorded. If the staging
+        fails, e.g. because device memory runs out, `ended` gets the error and `commit` loads the version from
+        host memory.
         """
-        standby = self._standby_for(manifest)
-        if standby is None:
-            return False
-        self._standby = standby
-        standby.begin(manifest, self.published(manifest), ended)
+        try:
+            standby = self._standby_for(manifest)
+            if standby is None:
+                return False
+            self._standby = standby
+            standby.begin(manifest, self.published(manifest), ended, self._pinning(manifest))
+        except Exception as error:  # noqa: BLE001  ranks whose staging begins must not wait for this one
+            self._standby = None
+            ended(error)
         return True
 
     def _standby_for(self, manifest: Manifest) -> StandbyCopy | StandbyConversion | None:
@@ -113,24 +122,63 @@ class RecordingAdapter(ABC):
     def commit(self, manifest: Manifest, piece_bytes: int) -> Delivered:
         """Load a version by the shortest way; see `EngineAdapter.commit`."""
         tensors = self.tensors()
-        standby = self._standby if self.staged_version() == manifest.version else None
+        standby = self._standby = self._staged(manifest.version)
         if isinstance(standby, StandbyCopy):
             standby.commit()
             self.finish()
         elif self._recorded is not None and self._recorded.fits(manifest, tensors.values()):
+            self._keep_pinned(manifest, self._recorded)
             self._recorded.copy(manifest, self.published(manifest), self._recorded.targets)
             self.finish()
         else:
+            self._keep_pinned(manifest, manifest.tensors)
             converted = standby.take() if standby is not None else {}
             self.begin()
             tensors = self._load_and_record(manifest, piece_bytes, self.tensors(), converted)
         assert self._elements is not None, "a load that was not recorded has no repetition"
+        if self._device.type == "cuda":
+            # For the next version in this memory; the engine must not wait for it now.
+            threading.Thread(target=self._pinning(manifest), name="pin", daemon=True).start()
         return Delivered(tensors, self._elements, self.expected, self._converted, self.computed())
+
+    def _staged(self, version: int) -> StandbyCopy | StandbyConversion | None:
+        """Return what holds a staged version, or None if that failed: the load from host memory remains."""
+        try:
+            return self._standby if self.staged_version() == version else None
+        except Exception:  # noqa: BLE001  `prepare` has reported it
+            return None
+
+    def _pinning(self, manifest: Manifest) -> Callable[[], None]:
+        """Return a call that pins what further loads of this layout read of a version's memory."""
+        recorded, arena = self._recorded, _arena(manifest)
+        by_record = recorded is not None and recorded.layout == manifest.tensors
+        reading: object = recorded if by_record else manifest.tensors
+        known = by_record or self._layout == manifest.tensors
+        if self._device.type != "cuda" or not known or self._pinned.get(arena) == reading:
+            return lambda: None
+        if len(self._pinned) == 2:  # a larger arena replaced one of the two
+            self._pinned.clear()
+        self._pinned[arena] = reading
+        published = self.published(manifest)
+        if by_record:
+            assert recorded is not None
+            return self._reader.pinning(manifest, recorded.sources(manifest, published))
+        # A loader may copy any part of a tensor, and buckets share no page.
+        assert self._elements is not None
+        names = {*self._elements.pieces, *(name for one in self.computed() for name in one.sources)}
+        buckets = {entry.bucket for entry in manifest.tensors if entry.name in names}
+        read = [published[entry.name] for entry in manifest.tensors if entry.bucket in buckets]
+        return self._reader.pinning(manifest, read)
+
+    def _keep_pinned(self, manifest: Manifest, reading: object) -> None:
+        """Unpin a version's memory if it is pinned for another way of reading, whose ranges differ."""
+        arena = _arena(manifest)
+        if self._pinned.get(arena, reading) != reading:
+            del self._pinned[arena]
+            self._reader.pinning(manifest, ())()
 
     def published(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Return the version's tensors, aliases of the arena."""
-        if self._device.type == "cuda":
-            self._reader.pin(manifest)
         return self._reader.tensors(manifest)
 
     def _load_and_record(
@@ -164,6 +212,10 @@ class RecordingAdapter(ABC):
                 )
         self._recorded = recorder.recorded(manifest, published)
         return served
+
+
+def _arena(manifest: Manifest) -> tuple[str, ...]:
+    return tuple(bucket.segment for bucket in manifest.buckets)
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:

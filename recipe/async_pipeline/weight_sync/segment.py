@@ -12,17 +12,21 @@ import functools
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from multiprocessing import resource_tracker
 
 import torch
 
 from ..errors import WeightSyncError
 from .manifest import TensorEntry
-from .memory_work import checksum
+from .memory_work import checksum, extent
 from .segment_names import SHM_DIR, check_name, new_name, open_own
 
 logger = logging.getLogger(__name__)
+
+Range = tuple[int, int]
+"""First byte, and the byte after the last one."""
 
 
 class Segment:
@@ -40,14 +44,16 @@ class Segment:
                 os.ftruncate(fd, size)
             elif os.fstat(fd).st_size < size:
                 raise WeightSyncError(f"shared memory {name} has fewer than the expected {size} bytes")
-            self._map = mmap.mmap(fd, size)
-        except BaseException:
+            # A version of a large model has hundreds of segments: unlike `mmap`, PyTorch keeps no descriptor.
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, size)
+        finally:
             os.close(fd)
-            raise
-        self._fd, self._reserved, self._pinned = fd, 0, 0
+        self._reserved, self._pinning = 0, threading.Lock()
+        self._wanted: list[Range] = []
+        self._pinned: list[Range] = []
         self._refused = False
         self.name, self.size, self._owner = name, size, create
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def reserve(self, nbytes: int) -> None:
         """Have the kernel back the first `nbytes` bytes with memory, once.
@@ -56,8 +62,9 @@ class Segment:
         """
         if nbytes <= self._reserved:
             return
+        fd = open_own(self.name)
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
             free_mb = os.statvfs(SHM_DIR).f_bavail * os.statvfs(SHM_DIR).f_frsize >> 20
             raise WeightSyncError(
@@ -65,49 +72,90 @@ class Segment:
                 "it, e.g. "
                 "docker run --shm-size"
             ) from error
+        finally:
+            os.close(fd)
         self._reserved = nbytes
 
-    def pin(self, nbytes: int) -> None:
-        """Let CUDA devices copy from and to the first `nbytes` bytes directly.
+    def pin(self, ranges: Iterable[Range]) -> None:
+        """Let CUDA devices copy from and to these ranges of bytes directly, and no others.
 
-        If the driver refuses, e.g. because of a limit on locked memory, it copies twice instead; the process
-        warns once and does not ask again for this segment.
+        Each copy must be inside one range or share no page with any: CUDA refuses others. If the driver
+        refuses to pin, e.g. because of a limit on locked memory, it copies twice instead; the process warns
+        once and does not ask again for this segment.
         """
-        if nbytes <= self._pinned or self._refused:
-            return
-        self._unpin()
-        try:
-            torch.cuda.check_error(
-                int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0))
-            )
-        except RuntimeError as error:
-            self._refused = True
-            _clear_cuda_error()
-            warn_of_pageable_copies(str(error).splitlines()[0])
-            return
-        self._pinned = nbytes
+        wanted = _in_pages(ranges, self.size)
+        with self._pinning:
+            if wanted == self._wanted:
+                return
+            self._unpin()
+            self._wanted = wanted
+            while not self._refused and len(self._pinned) < len(wanted):
+                begin, end = wanted[len(self._pinned)]
+                try:
+                    code = torch.cuda.cudart().cudaHostRegister(self.address + begin, end - begin, 0)
+                    torch.cuda.check_error(int(code))
+                except RuntimeError as error:
+                    self._refused = True
+                    _clear_cuda_error()
+                    warn_of_pageable_copies(str(error).splitlines()[0])
+                else:
+                    self._pinned.append((begin, end))
+
+    @property
+    def address(self) -> int:
+        """Where this process has mapped it."""
+        address: int = self.bytes.data_ptr()
+        return address
 
     def checksum(self, nbytes: int) -> int:
         """Return the checksum of the first `nbytes` bytes."""
-        return checksum(memoryview(self._map)[:nbytes])
+        return checksum(self.bytes[:nbytes].numpy())
 
     def close(self) -> None:
         """Unlink the file if this process made it. The mapping ends when the last tensor that uses it
         does.
         """
-        self._unpin()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._refused = True  # a thread may be about to pin
+        self.pin(())
         if self._owner:
             self._owner = False
             (SHM_DIR / self.name).unlink(missing_ok=True)
             resource_tracker.unregister(f"/{self.name}", "shared_memory")
 
     def _unpin(self) -> None:
-        if self._pinned:
-            self._pinned = 0
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())))
+        while self._pinned:
+            begin, _ = self._pinned.pop()
+            address = self.address + begin
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
+
+def _in_pages(ranges: Iterable[Range], size: int) -> list[Range]:
+    """Return the pages of ranges, as sorted ranges that do not touch."""
+    found: list[Range] = []
+    for first, last in sorted(ranges):
+        begin, end = (
+            first // mmap.PAGESIZE * mmap.PAGESIZE,
+            min(size, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE),
+        )
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif begin < end:
+            found.append((begin, end))
+    return found
+
+
+def direct_ranges(tensors: Iterable[torch.Tensor]) -> dict[int, list[Range]]:
+    """Return the ranges of tensors that a device copies directly, by the address of their memory.
+
+    PyTorch copies a tensor with gaps through a buffer, which need not be pinned here.
+    """
+    found: dict[int, list[Range]] = {}
+    for tensor in tensors:
+        if tensor.numel() and extent(tensor) == tensor.numel():
+            address = tensor.untyped_storage().data_ptr()
+            begin = tensor.data_ptr() - address
+            found.setdefault(address, []).append((begin, begin + tensor.nbytes))
+    return found
 
 
 def _clear_cuda_error() -> None:

@@ -14,7 +14,7 @@ from multiprocessing.util import Finalize
 
 import msgspec
 
-from ..errors import WeightSyncError
+from ..errors import StagingError, WeightSyncError
 from .board import Board
 from .manifest import UNREADABLE
 
@@ -69,18 +69,21 @@ class StagingBoard:
 async def await_staged(boards: Sequence[str], version: int) -> None:
     """Wait until every board announces a version. Has no deadline.
 
-    Raises WeightSyncError if a copy failed or a newer version took its place.
+    Raises StagingError if a copy failed, when all have ended, and WeightSyncError if a newer version took
+    its place.
     """
+    failed = ""
     for board in [Board(name) for name in boards]:
         # Polling is necessary: the copy is in another process, and the file is not there yet.
         while (found := _read(board)) is None or found.version < version:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
-        if found.error:
-            raise WeightSyncError(f"v{version} could not be copied to the device: {found.error}")
         if found.version > version:
             raise WeightSyncError(
                 f"v{version} was replaced by v{found.version} during its copy to the device"
             )
+        failed = failed or found.error
+    if failed:
+        raise StagingError(failed)
 
 
 def _read(board: Board) -> Staged | None:

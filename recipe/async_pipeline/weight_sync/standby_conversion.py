@@ -31,11 +31,15 @@ class StandbyConversion(StandbyVersion):
 
     def stage(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
         """Convert a version."""
-        self._converted = {}  # frees the memory of an older version first
+        self.discard()  # frees the memory of an older version first
         with side_stream(self._device):
             self._converted = self._convert(published)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
+
+    def discard(self) -> None:
+        """Free the results."""
+        self._converted = {}
 
     def take(self) -> Converted:
         """Return the results, which this object no longer keeps."""

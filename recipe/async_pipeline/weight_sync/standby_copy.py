@@ -63,6 +63,10 @@ class StandbyCopy(StandbyVersion):
             self._targets = self._targets or self._allocate()
             self._load.copy(manifest, published, self._targets, background=True)
 
+    def discard(self) -> None:
+        """Free the standby memory."""
+        self._targets = []
+
     def _allocate(self) -> list[torch.Tensor]:
         """Copy all memory that the load writes, including bytes it leaves alone, such as padding."""
         standby = {memory_of(t): t.untyped_storage().clone() for t in self._load.targets}

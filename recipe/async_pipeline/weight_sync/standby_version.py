@@ -39,8 +39,18 @@ class StandbyVersion(ABC):
     def stage(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
         """Stage a version, in a thread."""
 
-    def begin(self, manifest: Manifest, published: Mapping[str, torch.Tensor], ended: Ended = ignore) -> None:
-        """Stage a version in a thread, which calls `ended` last.
+    @abstractmethod
+    def discard(self) -> None:
+        """Free the memory of what is staged."""
+
+    def begin(
+        self,
+        manifest: Manifest,
+        published: Mapping[str, torch.Tensor],
+        ended: Ended = ignore,
+        first: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stage a version in a thread, which calls `first` and, last, `ended`.
 
         The thread first waits for that of an older version, whose result is void. If the arena is written
         before `version` returns this version, the result must not be served.
@@ -48,7 +58,7 @@ class StandbyVersion(ABC):
         self._wanted = manifest.version
         self._thread = threading.Thread(
             target=self._run,
-            args=(self._thread, manifest, published, ended),
+            args=(self._thread, manifest, published, ended, first),
             name=f"standby of v{manifest.version}",
             daemon=True,
         )
@@ -83,14 +93,21 @@ class StandbyVersion(ABC):
         manifest: Manifest,
         published: Mapping[str, torch.Tensor],
         ended: Ended,
+        first: Callable[[], None],
     ) -> None:
         if older is not None:
             older.join()
         failed: BaseException | None = None
         try:
+            first()
             self.stage(manifest, published)
         except BaseException as error:  # noqa: BLE001  the next call for the version raises it
-            failed = error
+            # The frames of the traceback hold device memory, which the engine may need.
+            failed = error.with_traceback(None)
+            failed.__context__ = None
+            self.discard()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
         self._ended = {manifest.version: failed}
         ended(failed)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from ray.exceptions import RayTaskError
 
@@ -51,6 +52,10 @@ class Server:
     memories: ClassVar[list[Any]] = []
     """The memory services that the loads got."""
     dead: ClassVar[set[str]] = set()
+    staged: ClassVar[list[str]] = []
+    """Where each version was to wait for its load."""
+    is_full: ClassVar[bool] = False
+    """Whether the devices have no memory for another version."""
 
     def __init__(self, name: str, log: list[str], error: Exception | None = None, node: str = "a") -> None:
         self.name, self.log, self.error, self.node = name, log, error, node
@@ -62,15 +67,17 @@ class Server:
         if self.name in self.dead:
             raise RayTaskError("check", "a traceback", ValueError("the engine is dead")).as_instanceof_cause()
 
-    async def _prepare(self, *arguments: Any) -> None:
-        ticket, memories, *others = arguments
-        assert (ticket, *others) == (TICKET, 10.0, "device")
+    async def _prepare(self, *arguments: Any) -> str:
+        ticket, memories, timeout_s, stage = arguments
+        assert timeout_s == 10.0
+        self.staged.append(stage)
         self.memories.append((self.name, memories))
         self.log.append(f"{self.name} prepares")
         await asyncio.sleep(1.0)
+        return "OutOfMemoryError: 1 GiB" if self.is_full and stage == "device" else ""
 
     async def _commit(self, *arguments: Any) -> LoadReport:
-        assert arguments == (TICKET.version, 64, 10.0, LoadMode("abort", "device"))
+        assert arguments[1:] == (64, 10.0, LoadMode("abort", "device"))
         self.log.append(f"{self.name} begins")
         await asyncio.sleep(2.0)
         if self.error is not None:
@@ -145,13 +152,14 @@ def pool(module: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "got", lambda refs, timeout_s, **names: list(refs))
     monkeypatch.setattr(module, "MemoryServices", Services)
     monkeypatch.setattr(Server, "memories", [])
+    monkeypatch.setattr(Server, "staged", [])
 
     def make(*replicas: Replica, **more: Any) -> Any:
         balancer.servers = {replica._server_address: replica._server_handle for replica in replicas}
         manager = SimpleNamespace(get_replicas=lambda: list(replicas), global_load_balancer=balancer)
         return module.RolloutPool(
             manager,
-            lambda line: None,
+            more.pop("say", lambda line: None),
             piece_bytes=64,
             load_timeout_s=10.0,
             restart_timeout_s=10.0,
@@ -204,6 +212,39 @@ def test_a_replica_is_fenced_if_a_server_on_a_further_node_ends(
     monkeypatch.setattr(Server, "dead", {"b"})
     with pytest.raises(ValueError, match="the engine is dead"):
         run_virtual(consumer.check())
+
+
+def test_replicas_without_memory_for_staging_load_from_host_memory(
+    pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All serve meanwhile, one line says why, and a restart does not forget it."""
+    monkeypatch.setattr(Server, "is_full", True)
+    monkeypatch.setattr(Server, "dead", set())
+    lines: list[str] = []
+    notes: list[tuple[Any, ...]] = []
+
+    def note(event: str, *what: Any, **fields: str) -> None:
+        notes.append((event, *what, *fields.values()))
+
+    async def main() -> None:
+        made = pool(Replica(0, Server("a", [])), Replica(1, Server("b", [])), say=lines.append, note=note)
+        watch = asyncio.create_task(made.watch())
+        for version in (5, 6):
+            publication = await made.publish(msgspec.structs.replace(TICKET, version=version))
+            assert (publication.replicas, publication.failure) == (2, "")
+        assert Server.staged == ["device"] * 2 + ["host"] * 2
+        Server.dead.add("a")
+        await asyncio.sleep(10)
+        assert made.versions == {"replica 0": 6, "replica 1": 6}
+        assert Server.staged[4:] == ["host"], "the restarted one"
+        watch.cancel()
+        await made.close()
+
+    run_virtual(main())
+    assert notes[:2] == [("UNSTAGED", f"replica {i}", 5, "OutOfMemoryError: 1 GiB") for i in range(2)]
+    assert [event for event, *_ in notes[2:]] == ["FENCED", "REJOINED"]
+    (line,) = [line for line in lines if "host memory" in line]
+    assert line.startswith("replica 0 could not copy version 5 to its devices: OutOfMemoryError: 1 GiB; ")
 
 
 def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(

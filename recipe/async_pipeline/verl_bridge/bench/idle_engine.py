@@ -83,8 +83,9 @@ class IdleServer(ControlCalls):
         )
 
     @control(LOAD)
-    async def prepare_version(self, offered: Ticket, memories: Any, timeout_s: float, stage: str) -> None:
+    async def prepare_version(self, offered: Ticket, memories: Any, timeout_s: float, stage: str) -> str:
         """Return at once."""
+        return ""
 
     @control(LOAD)
     async def commit_version(

@@ -37,10 +37,16 @@ class ReplicaConsumer:
         self._pool = pool
         self._started = bool(nodes)
         self._callers: dict[Any, DirectCaller] = {}
+        self._stages = True
+        """False once a staging has failed: it would fail again, also after a restart."""
 
     async def prepare(self, ticket: Ticket) -> None:
-        arguments = (self._pool.memories_for(ticket), self._pool.load_timeout_s, self._pool.how.stage)
-        await self._call(self._first, "prepare_version", ticket, *arguments)
+        stage = self._pool.how.stage if self._stages else "host"
+        arguments = (self._pool.memories_for(ticket), self._pool.load_timeout_s, stage)
+        (error,) = await self._call(self._first, "prepare_version", ticket, *arguments)
+        if self._stages and error:
+            self._stages = False
+            self._pool.cannot_stage(self.name, ticket.version, error)
 
     async def commit(self, version: int) -> LoadReport:
         arguments = (version, self._pool.piece_bytes, self._pool.load_timeout_s, self._pool.how)
@@ -125,14 +131,14 @@ class RolloutPool:
         how: LoadMode,
         max_concurrent_loads: int | None = None,
         delta: bool = False,
-        note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
+        note: Callable[..., None] = lambda event, name, version, **fields: None,
         resized: Callable[[int], None] = lambda replicas: None,
     ) -> None:
         """Ask each replica for its node; blocks on Ray calls.
 
         `max_concurrent_loads` is the configured value, or None for the default. `delta`: replicas may ask for
-        differences between versions. `say` and `note`: see `weight_sync.fleet.Fleet`. `resized` gets the
-        number of replicas whenever one has joined or left.
+        differences between versions. `say` and `note`: see `weight_sync.fleet.Fleet`; `note` also gets
+        UNSTAGED, and then `why`. `resized` gets the number of replicas whenever one has joined or left.
         """
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
@@ -154,6 +160,19 @@ class RolloutPool:
             note=self._noted,
         )
         self._note, self._resized, self._size = note, resized, len(replicas)
+        self._say, self._unstaged = say, set[str]()
+        """The replicas whose staging has failed."""
+
+    def cannot_stage(self, name: str, version: int, error: str) -> None:
+        """Report that a replica loads its further versions from host memory; say so for the first one."""
+        self._note("UNSTAGED", name, version, why=error)
+        if not self._unstaged:
+            self._say(
+                f"{name} could not copy version {version} to its devices: {error}; replicas that cannot "
+                "load their further versions from host memory; leave more device memory free, or set "
+                "weight_sync.load_staging=host"
+            )
+        self._unstaged.add(name)
 
     def _noted(self, event: str, name: str, version: int | None) -> None:
         self._note(event, name, version)

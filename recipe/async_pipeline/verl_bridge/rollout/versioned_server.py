@@ -20,7 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 from ...core.deadline import unless_broken, within
 from ...core.items import LoadReport
 from ...core.staleness import check_served
-from ...errors import WeightSyncError
+from ...errors import StagingError, WaitTimeout, WeightSyncError
 from ...weight_sync.busy_time import OpenTime
 from ...weight_sync.host_slots import Reader, this_process
 from ...weight_sync.manifest import Manifest, Ticket, encode, over_nodes
@@ -54,6 +54,8 @@ class Prepared(NamedTuple):
     """The services that keep it."""
     transfer_s: float
     stage_s: float
+    staging_error: str = ""
+    """Why it is not on the devices although it was to be staged there; empty if it is."""
 
 
 class Member(NamedTuple):
@@ -139,24 +141,26 @@ class VersionedServer(ControlCalls):
     @control(LOAD)
     async def prepare_version(
         self, offered: Ticket, memories: HostMemories, timeout_s: float, stage: str
-    ) -> None:
+    ) -> str:
         """Fetch, check and stage one version, while the engine generates with the one before.
 
         The memory service of this host receives and checks it. Takes the place of an older version that was
         prepared or is being prepared. Returns at once if the version is prepared or served already.
+        Returns why the version could not be staged, in which case it is loaded from host memory, or nothing.
 
         Raises WeightSyncError if the version is older or corrupt, WaitTimeout if the engine does not respond.
         """
         if self.global_steps is not None and offered.version <= self.global_steps:
             if offered.version == self.global_steps:
-                return
+                return ""
             raise WeightSyncError(
                 f"replica {self.replica_rank} serves v{self.global_steps} and was offered "
                 f"v{offered.version}; versions only move forward"
             )
-        await self._preparation.prepare(
+        prepared = await self._preparation.prepare(
             offered.version, lambda: self._prepare(offered, memories, timeout_s, stage)
         )
+        return prepared.staging_error
 
     @control(LOAD)
     async def commit_version(
@@ -181,14 +185,20 @@ class VersionedServer(ControlCalls):
     ) -> Prepared:
         started = time.perf_counter()
         manifest = encode(await self._fetch(offered, memories, timeout_s))
-        fetched = time.perf_counter()
+        fetched, staging_error = time.perf_counter(), ""
         if stage == "device":
             staging = unless_broken(self._stage(manifest, offered.version, timeout_s), self._death)
-            await self._within(
-                timeout_s, staging, f"its engine to copy version {offered.version} to the device"
-            )
+            what = f"its engine to copy version {offered.version} to the device"
+            try:
+                await self._within(timeout_s, staging, what)
+            except StagingError as error:
+                staging_error = str(error)
         return Prepared(
-            manifest, memories, transfer_s=fetched - started, stage_s=time.perf_counter() - fetched
+            manifest,
+            memories,
+            transfer_s=fetched - started,
+            stage_s=time.perf_counter() - fetched,
+            staging_error=staging_error,
         )
 
     async def _fetch(self, offered: Ticket, memories: HostMemories, timeout_s: float) -> Manifest:
@@ -242,26 +252,39 @@ class VersionedServer(ControlCalls):
         return await within(awaitable, timeout_s, owner=f"replica {self.replica_rank}", what=what)
 
     async def _stage(self, manifest: bytes, version: int, timeout_s: float) -> None:
-        """Copy a version to the devices of all ranks, if they can; the engine generates meanwhile."""
-        boards = await self._stage_boards(manifest, timeout_s)
+        """Copy a version to the devices of all ranks, if they can; the engine generates meanwhile.
+
+        Raises StagingError if it fails while the engine works.
+        """
+        try:
+            boards = await self._stage_boards(manifest, timeout_s)
+        except WaitTimeout:
+            raise
+        except Exception as error:  # engines raise errors of various types
+            if self._death() is not None:
+                raise
+            raise StagingError(f"{type(error).__name__}: {error}") from error
         if not all(boards):
             return
         # In the order of the ranks: as many of each node.
         ranks = len(boards) // (1 + len(self._members))
         own, *others = [boards[start : start + ranks] for start in range(0, len(boards), ranks)]
-        await asyncio.gather(
+        ends = await asyncio.gather(
             self.staged(own, version),
             *(
                 one.server.staged.remote(part, version)
                 for one, part in zip(self._members, others, strict=True)
             ),
+            return_exceptions=True,  # no rank may still copy when this returns
         )
+        for error in filter(None, ends):
+            raise error
 
     @control(LOAD)
     async def staged(self, boards: Sequence[str], version: int) -> None:
         """Wait until the ranks of this node have copied a version to their devices.
 
-        Raises WeightSyncError if a copy failed or a newer version took its place.
+        Raises StagingError if a copy failed, and WeightSyncError if a newer version took its place.
         """
         await await_staged(boards, version)
 

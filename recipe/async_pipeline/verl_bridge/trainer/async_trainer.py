@@ -271,9 +271,9 @@ class AsyncPipelineTrainer(PPOTrainer):
     def _note(self, stage: str, event: str, **fields: Any) -> None:
         self._flow.log.append(stage, event, **fields)
 
-    def _note_replica(self, event: str, name: str, version: int | None) -> None:
-        fields: dict[str, Any] = {} if version is None else {"version": version}
-        self._note("param_update", event, replica=name, **fields)
+    def _note_replica(self, event: str, name: str, version: int | None, **fields: str) -> None:
+        known: dict[str, Any] = {} if version is None else {"version": version}
+        self._note("param_update", event, replica=name, **known, **fields)
 
     def _note_size(self, replicas: int) -> None:
         """Note the devices of the pool for generation after a replica has joined or left."""

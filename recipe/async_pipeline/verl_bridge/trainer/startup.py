@@ -85,7 +85,7 @@ class Startup:
 
     def rollout_pool(
         self,
-        note: Callable[[str, str, int | None], None],
+        note: Callable[..., None],
         resized: Callable[[int], None],
     ) -> RolloutPool:
         """Return the replicas, once all of them have started. Blocks."""

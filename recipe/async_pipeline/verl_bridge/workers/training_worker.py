@@ -25,8 +25,7 @@ from ...checkpoint.safe_load import weights_only
 from ...core.deadline import within
 from ...errors import WeightSyncError
 from ...weight_sync.arena import ArenaReader
-from ...weight_sync.host_slots import this_process
-from ...weight_sync.host_slots import Reader
+from ...weight_sync.host_slots import Reader, this_process
 from ...weight_sync.manifest import Manifest, Ticket
 from ...weight_sync.shard_load import Loaded, load_parts, prove_parts, require_same_adapter
 from ..cpu_platform import is_cpu

@@ -9,10 +9,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.errors import ProofError, WeightSyncError
+from recipe.async_pipeline.errors import EngineDeadError, ProofError, WaitTimeout, WeightSyncError
 from recipe.async_pipeline.verl_bridge.paced_starts import PER_TURN, PacedStarts
 from recipe.async_pipeline.weight_sync.busy_time import OpenTime
 from recipe.async_pipeline.weight_sync.manifest import (
@@ -24,8 +25,10 @@ from recipe.async_pipeline.weight_sync.manifest import (
     over_nodes,
 )
 from recipe.async_pipeline.weight_sync.preparation import Preparation
+from recipe.async_pipeline.weight_sync.staging import StagingBoard
 from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
 from tests.conftest import Load
+from tests.fakes import buckets
 
 pytestmark = pytest.mark.real_engine
 HOW = LoadMode("keep", "host", False)
@@ -67,7 +70,8 @@ class Memories:
 @pytest.fixture
 def server(module: ModuleType) -> Any:
     one = object.__new__(module.PipelineVLLMServer)
-    one.replica_rank, one.global_steps, one.engine = 0, None, None
+    one.replica_rank, one.global_steps = 0, None
+    one.engine = SimpleNamespace(errored=False)
     one._preparation, one._committing, one._report = Preparation("replica 0"), asyncio.Lock(), None
     one._open, one._versioned, one.prepared = OpenTime(), Engine(), []
     one._reader, one.memories = "this process", Memories()
@@ -243,3 +247,76 @@ def test_a_control_call_runs_between_requests_that_arrive_together(
 
     assert run_virtual(scenario()) <= PER_TURN
     assert begun == [str(i) for i in range(100)]
+
+
+# Versions that are staged on the devices.
+
+
+@pytest.fixture
+def staging(server: Any) -> Any:
+    """A server whose engine stages as `server.boards` says."""
+    del server._prepare
+    manifest = buckets.manifest(3)
+
+    async def fetch(*rest: Any) -> Any:
+        return manifest
+
+    async def boards(encoded: bytes, timeout_s: float) -> Any:
+        return await server.boards()
+
+    server.memories.fetch, server._stage_boards = fetch, boards
+    return server
+
+
+def stage(server: Any) -> str:
+    ticket = Ticket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.1)
+    why: str = run_virtual(server.prepare_version(ticket, server.memories, 10.0, "device"))
+    return why
+
+
+def test_a_staging_that_fails_on_a_rank_leaves_the_version_prepared(staging: Any) -> None:
+    ranks = [StagingBoard(), StagingBoard()]
+    ranks[0].post(3, None)
+    ranks[1].post(3, torch.OutOfMemoryError("CUDA out of memory"))
+
+    async def boards() -> list[str]:
+        return [rank.name for rank in ranks]
+
+    staging.boards = boards
+    try:
+        assert stage(staging) == "OutOfMemoryError: CUDA out of memory"
+    finally:
+        for rank in ranks:
+            rank.close()
+    run_virtual(commit(staging, 3))
+    assert (staging.global_steps, staging._versioned.loads) == (3, [3])
+
+
+def test_a_staging_that_an_engine_refuses_leaves_the_version_prepared(staging: Any) -> None:
+    async def refused() -> list[str]:
+        raise RuntimeError("worker failed with error 'out of memory'")
+
+    staging.boards = refused
+    assert stage(staging) == "RuntimeError: worker failed with error 'out of memory'"
+    run_virtual(commit(staging, 3))
+    assert staging.global_steps == 3
+
+
+def test_a_stuck_engine_fails_the_preparation(staging: Any) -> None:
+    async def stuck() -> list[str]:
+        await asyncio.sleep(1e6)
+        return []
+
+    staging.boards = stuck
+    with pytest.raises(WaitTimeout, match="to copy version 3 to the device"):
+        stage(staging)
+
+
+def test_a_dead_engine_fails_the_preparation(staging: Any) -> None:
+    async def dead() -> list[str]:
+        staging.engine = SimpleNamespace(errored=True, dead_error=EngineDeadError("the engine is dead"))
+        raise RuntimeError("worker failed")
+
+    staging.boards = dead
+    with pytest.raises(RuntimeError, match="worker failed"):
+        stage(staging)
