@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..errors import WeightSyncError
 from .element_map import ElementMap, Piece, View, last
 from .manifest import Manifest, TensorEntry
 from .memory_work import apart, copy_all, copy_in_background
@@ -24,7 +25,8 @@ from .provenance import Block, Provenance
 
 _COPY = torch.ops.aten.copy_.default
 _READ = torch.ops.aten._local_scalar_dense.default
-_CONSTANT = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+_ZERO = torch.ops.aten.zero_.default
+_CONSTANT = {torch.ops.aten.fill_.Scalar, _ZERO}
 """Operations that a loader may add because their result never changes, e.g. an embedding's padding."""
 
 
@@ -61,6 +63,8 @@ class Recorder(TorchDispatchMode):
         )
         self._starts = [start for start, _, _ in self._published]
         self._provenance = Provenance(published)
+        self._cleared: list[tuple[int, int]] = []
+        """Start and end of published memory that the loader wanted to be zero."""
         self._composed: list[tuple[Block, int, int, tuple[int, ...]]] = []
         """Copies of intermediate tensors: a block, and address, element size and stride of its target."""
 
@@ -100,6 +104,10 @@ class Recorder(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and self._is_published(args[0]):
+            return self._clear(func, args[0])
+        if func is _COPY and self._is_cleared(args[1]):
+            func, args = _ZERO, args[:1]
         result = func(*args, **(kwargs or {}))
         if func is _COPY:
             self._copied(args[0], args[1])
@@ -114,9 +122,28 @@ class Recorder(TorchDispatchMode):
             self.other = self.other or str(func)
         return result
 
+    def _is_published(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and self._name_of(tensor) is not None
+
+    def _clear(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Remember what a loader clears, and leave it as it is: other replicas read the same memory.
+
+        Raises WeightSyncError if the loader changes a published tensor in another way.
+        """
+        if func is not _ZERO or not tensor.is_contiguous():
+            raise WeightSyncError(
+                f"the engine's loader changes {self._name_of(tensor)} in place ({func}), but other replicas "
+                "load the same memory; this model cannot be updated"
+            )
+        self._cleared.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        return tensor
+
+    def _is_cleared(self, tensor: torch.Tensor) -> bool:
+        return any(start <= tensor.data_ptr() < end for start, end in self._cleared)
+
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name = self._name_of(source)
-        if name is None or self._name_of(target) is not None:
+        if name is None:
             self.other = self.other or "a copy of something that was not published"
             self._compose(target, source)
             return
