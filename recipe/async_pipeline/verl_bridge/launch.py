@@ -42,6 +42,8 @@ from .config_checks import (
 from .config_rules import MANAGER, reward_model_devices
 from .diffusers_rules import draws_images, set_image_keys
 from .engine_contract import check_engine
+from .expert_backends import set_expert_kernels
+from .model_rules import described_model
 from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir, require_devices
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
@@ -166,6 +168,9 @@ def set_verls_keys(config: DictConfig, found: Checked) -> None:
     set_pool_sizes(config, found.placement)
     if draws_images(config):
         set_image_keys(config, found.translation.config)
+    kernels = set_expert_kernels(config, described_model(config))
+    if kernels is not None:
+        _say(kernels)
 
 
 def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:

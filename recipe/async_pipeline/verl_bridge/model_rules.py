@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..config.adapters import publishes_adapters
 from ..errors import ConfigError
 from .engine_arguments import check_argument_names, check_engine_names
+from .expert_backends import check_expert_kernels
 from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -69,6 +70,7 @@ def check_model(config: DictConfig) -> None:
     )
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang(config)
+        check_expert_kernels(config, described)
         check_sglang_adapters(config, _text_model(described))
         if config.trainer.device == "cpu":
             check_sglang_on_cpu(config, _text_model(described))
@@ -76,6 +78,7 @@ def check_model(config: DictConfig) -> None:
     if config.actor_rollout_ref.rollout.name == "diffusers":
         return  # `diffusers_rules` knows the knobs too
     _check_engine_arguments(OmegaConf.select(config, ENGINE_ARGUMENTS) or {})
+    check_expert_kernels(config, described)
     _check_fp8(config, described)
     if config.trainer.device == "cpu":
         _check_cpu_engine(config, described)
