@@ -6,8 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from recipe.async_pipeline.observe.report_data import RunData
-from recipe.async_pipeline.observe.report_sections import fates, freshness, learning, ordered, step_chart
+from recipe.async_pipeline.observe.report_data import Published, RunData
+from recipe.async_pipeline.observe.report_sections import (
+    fates,
+    freshness,
+    learning,
+    ordered,
+    publications,
+    step_chart,
+)
 from recipe.async_pipeline.observe.series import Series
 from tests.observe.accounts import run_of, work
 
@@ -43,6 +50,27 @@ def test_a_section_without_data_is_empty() -> None:
     run = run_of(work(0.5, 0.5))
     assert fates(run) == ""
     assert freshness([run]) == ""
+
+
+def test_weight_updates_say_what_the_tables_of_the_engine_explain() -> None:
+    done = Published(
+        version=1,
+        t=1.0,
+        gather_s=1.0,
+        transfer_s=1.0,
+        load_s=1.0,
+        commit_s=1.0,
+        stall_s=1.0,
+        num_bytes=8.0,
+        replicas=1,
+        explained_share=0.985,
+    )
+    run = replace(run_of(work(0.5, 0.5)), publications=[done])
+    assert "The engine&#x27;s own tables explain 98.5 % of the served elements." in publications(run)
+    blind = replace(done, version=2, explained_share=0.0, unexplained="head.weight")
+    html = publications(replace(run, publications=[done, blind]))
+    assert "WARNING" in html and "explain 0.0 %" in html and "such as head.weight," in html
+    assert "tables" not in publications(replace(run, publications=[replace(done, explained_share=None)]))
 
 
 def test_the_lag_histogram_names_the_allowed_lag() -> None:

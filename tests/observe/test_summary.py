@@ -24,6 +24,8 @@ def publication(version: int, load_s: float) -> Publication:
         stall_s=load_s / 2,
         busy_s=load_s * 3,
         tensors_proved=3,
+        elements_served=8,
+        elements_explained=8 - version,
         replicas=1,
     )
 
@@ -97,6 +99,7 @@ def test_all_figures_of_a_completed_run() -> None:
         "load_s_median": 0.5,
         "stall_s_median": 0.25,
         "tensors_proved": 9,
+        "explained_share": 0.75,
         "step_s_median": 2.0,
         "train_s": 1070.0 - 1050.0 + 9.0,
         "time_to_first_step_s": 50.0,

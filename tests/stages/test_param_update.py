@@ -106,6 +106,8 @@ def test_served_is_logged_after_the_publication_and_before_the_validation(alone:
             "busy_s": 1e9,
             "bytes": 8,
             "replicas": 1,
+            "explained_share": None,
+            "unexplained": "",
         },
     }
 

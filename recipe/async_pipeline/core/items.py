@@ -167,14 +167,30 @@ class LoadReport:
     busy_s: float = 0.0
     """Seconds with open requests since the replica's previous load."""
     tensors_proved: int = 0
+    elements_served: int = 0
+    elements_explained: int = 0
+    """Served elements whose place the engine's own tables of names and shards confirm."""
+    unexplained: str = ""
+    """The first published tensors that these tables do not explain."""
     tokens_read_again: int = 0
     """Tokens of stopped requests that the engine has to process a second time."""
 
+    @property
+    def explained_share(self) -> float | None:
+        """The share of the served elements that the engine's tables explain, or None without a load."""
+        return self.elements_explained / self.elements_served if self.elements_served else None
+
     @classmethod
     def total(cls, reports: Iterable[LoadReport]) -> LoadReport:
-        """Return the sum of each figure over `reports`."""
+        """Return the sum of each figure over `reports`, and the first text."""
         made = list(reports)
-        return cls(**{f.name: sum(getattr(report, f.name) for report in made) for f in fields(LoadReport)})
+        figures = {
+            f.name: sum(getattr(report, f.name) for report in made)
+            for f in fields(LoadReport)
+            if f.name != "unexplained"
+        }
+        named = next((report.unexplained for report in made if report.unexplained), "")
+        return cls(**figures, unexplained=named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,10 @@ class Published:
     stall_s: float
     num_bytes: float
     replicas: int
+    explained_share: float | None = None
+    """The share of the served elements that the engine's tables explain, or None if it is not known."""
+    unexplained: str = ""
+    """The first published tensors that they do not explain."""
 
     @property
     def prepare_s(self) -> float:
@@ -259,6 +263,8 @@ def _published(record: LogRecord) -> Published:
         commit_s=float(record.fields.get("commit_s", known["load_s"])),
         replicas=max(1, int(record.fields.get("replicas", 1))),
         num_bytes=float(record.fields.get("bytes", 0)),
+        explained_share=record.fields.get("explained_share"),
+        unexplained=str(record.fields.get("unexplained", "")),
         **known,
     )
 

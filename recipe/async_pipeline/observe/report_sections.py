@@ -10,9 +10,18 @@ from statistics import median
 
 from .accounting import StepAccount, is_work
 from .charts import Line, column_chart, figure, histogram, legend, line_chart, share_bar
-from .report_data import FATES, RunData
+from .report_data import FATES, Published, RunData
 from .series import Series
-from .wording import amount, colour_of, number_of_bytes, percent, reason_in_words, role_colour, seconds
+from .wording import (
+    amount,
+    colour_of,
+    map_coverage,
+    number_of_bytes,
+    percent,
+    reason_in_words,
+    role_colour,
+    seconds,
+)
 
 RUN_COLOURS = ("c-generate", "c-train")
 FATE_COLOURS = {
@@ -248,6 +257,8 @@ def publications(run: RunData) -> str:
     }
     colours = {"gather": "c-train", "prepare": "c-logp", "load": "c-generate"}
     stall, size = median(p.stall_s for p in done), median(p.num_bytes for p in done)
+    least = min((p for p in done if p.explained_share is not None), key=_explained, default=None)
+    coverage = "" if least is None else f" {escape(map_coverage(_explained(least), least.unexplained))}."
 
     chart = column_chart(
         "Seconds of each weight update",
@@ -262,7 +273,7 @@ def publications(run: RunData) -> str:
         note=f"{len(done)} weight updates{f' of {number_of_bytes(size)}' if size else ''}. Medians: gather "
         f"{seconds(median(p.gather_s for p in done))}, "
         f"prepare {seconds(median(p.prepare_s for p in done))}, load "
-        f"{seconds(median(p.commit_s for p in done))}.",
+        f"{seconds(median(p.commit_s for p in done))}.{coverage}",
     )
 
     stalls = Series(x=[float(p.version) for p in done], y=[p.stall_s for p in done])
@@ -275,6 +286,10 @@ def publications(run: RunData) -> str:
         note=f"Median {seconds(stall)}; generation continues during the rest of the update.",
     )
     return f'<div class="grid">{chart}{line}</div>'
+
+
+def _explained(one: Published) -> float:
+    return one.explained_share or 0.0
 
 
 def fates(run: RunData, name: str = "") -> str:

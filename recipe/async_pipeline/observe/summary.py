@@ -61,6 +61,8 @@ class RunRecorder:
         fifth = max(1, len(self.rewards) // 5)
         loads = [p.load_s for p in result.publications]
         first = self.first_step_unix
+        known = [p.explained_share for p in result.publications]
+        shares = [round(share, 6) for share in known if share is not None]
 
         return {
             "status": status_of(error),
@@ -89,6 +91,7 @@ class RunRecorder:
             "load_s_median": round(median(loads), 5) if loads else None,
             "stall_s_median": round(median(p.stall_s for p in result.publications), 5) if loads else None,
             "tensors_proved": result.tensors_proved,
+            "explained_share": min(shares) if shares else None,
             "step_s_median": round(median(self.step_s[1:] or self.step_s), 4) if self.step_s else None,
             "train_s": round(now_unix - first + self.step_s[self.steps_before], 1)
             if first is not None

@@ -61,6 +61,8 @@ class ParamUpdateStateMachine(RoleStateMachine):
             bytes=publication.num_bytes,
             busy_s=publication.busy_s,
             replicas=publication.replicas,
+            explained_share=publication.explained_share,
+            unexplained=publication.unexplained,
         )
         seconds = await self.trainer.validate(version)
         if seconds is not None:

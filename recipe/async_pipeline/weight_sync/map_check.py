@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,22 @@ Share = dict[str, tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]
 """What one rank holds: the number of elements of each published tensor, and the rank's views of it as plain
 values, which pass between processes. Without tensors that the whole replica does not serve.
 """
+MOST_NAMED = 3
+"""Unexplained tensors that a report names."""
 _NUMBER = re.compile(r"\d+")
+
+
+class Coverage(NamedTuple):
+    """How much of what one rank serves has a place that the engine's tables confirm."""
+
+    served: int
+    """Elements that were loaded, or computed from loaded ones."""
+    explained: int
+    """Those whose tensors the tables explain."""
+    tensors: int
+    """Number of published tensors that the tables explain."""
+    unexplained: tuple[str, ...]
+    """The first published tensors that they do not explain, the largest ones first."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +56,7 @@ class Checked:
     computed: Mapping[str, Computed]
     """By published tensor."""
     share: Share
-    by_name: int
-    """Number of tensors whose place the engine's tables confirmed."""
+    coverage: Coverage
 
 
 def check_map(manifest: Manifest, delivered: Delivered) -> Checked:
@@ -87,7 +102,7 @@ class _Check:
             self._place(entry)
         self._check_order()
         self._check_served()
-        return Checked(self._pieces, self._computed, self._share(), len(self._expected))
+        return Checked(self._pieces, self._computed, self._share(), self._coverage())
 
     def _error(self, message: str) -> ProofError:
         return ProofError(f"v{self._manifest.version}: {message}")
@@ -211,6 +226,18 @@ class _Check:
         published = [f"published but not loaded here: {', '.join(unused[:3])}"] if unused else []
         notes = [*published, *filter(None, [self._learned.note])]
         return f" ({'; '.join(notes)})" if notes else ""
+
+    def _coverage(self) -> Coverage:
+        """Count elements of published tensors that are served; the tables explain all that is computed."""
+        computed = sum(
+            self._delivered.tensors[name].numel() for one in self._delivered.computed for name in one.served
+        )
+        sizes = {name: sum(p.target.numel for p in pieces) for name, pieces in self._pieces.items()}
+        unexplained = sorted(sizes.keys() - self._expected, key=lambda name: (-sizes[name], name))
+        missing = sum(sizes[name] for name in unexplained)
+        served = computed + sum(sizes.values())
+        first = tuple(name for name in unexplained[:MOST_NAMED] if sizes[name])
+        return Coverage(served, served - missing, len(self._expected), first)
 
     def _share(self) -> Share:
         share: Share = {}

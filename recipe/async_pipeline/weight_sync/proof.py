@@ -19,12 +19,13 @@ import numpy as np
 import torch
 import xxhash
 
+from ..core.items import LoadReport
 from ..errors import ProofError
 from .copy_plan import view_of
 from .element_map import ElementMap, Piece, Positions, View
 from .engine_adapter import Computed, Delivered
 from .manifest import VALUES_PER_TENSOR, Manifest, Sample, TensorEntry
-from .map_check import Checked, Share, check_map, check_union
+from .map_check import Checked, Coverage, Share, check_map, check_union
 
 # SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014). Replicas pause
 # for these positions, and NumPy's generators take longer to set up than to draw 64 values.
@@ -88,6 +89,19 @@ class Proved:
     """Number of sampled tensors of which this rank holds a sampled element."""
     share: Share | None
     """The rank's share, if its map is new and the ranks must be checked together; see `check_union`."""
+    coverage: Coverage
+
+    def report(self, load_s: float, prove_s: float) -> LoadReport:
+        """Return what the rank reports of a load that stalled it meanwhile."""
+        return LoadReport(
+            load_s=load_s,
+            stall_s=load_s + prove_s,
+            prove_s=prove_s,
+            tensors_proved=self.tensors,
+            elements_served=self.coverage.served,
+            elements_explained=self.coverage.explained,
+            unexplained=", ".join(self.coverage.unexplained),
+        )
 
 
 class _Layout(NamedTuple):
@@ -132,7 +146,8 @@ class Prover:
             else:
                 share = checked.share
             self._checked, self._known = checked, layout
-        return Proved(_compare_samples(manifest, delivered, self._checked, published), share)
+        proved = _compare_samples(manifest, delivered, self._checked, published)
+        return Proved(proved, share, self._checked.coverage)
 
 
 def _compare_samples(

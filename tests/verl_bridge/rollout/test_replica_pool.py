@@ -91,6 +91,9 @@ class Server:
             prove_s=0.1,
             busy_s=6.0,
             tensors_proved=3,
+            elements_served=100,
+            elements_explained=80,
+            unexplained="head.weight",
             tokens_read_again=20,
         )
 
@@ -185,6 +188,9 @@ def test_replicas_prepare_together_and_load_one_after_another(pool: Callable[...
         prove_s=0.2,
         busy_s=12.0,
         tensors_proved=6,
+        elements_served=200,
+        elements_explained=160,
+        unexplained="head.weight",
         replicas=2,
         tokens_read_again=40,
     )

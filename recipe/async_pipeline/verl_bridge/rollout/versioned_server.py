@@ -237,6 +237,7 @@ class VersionedServer(ControlCalls):
         # With `keep`, requests pause only for the engine's own load; before that, its step was finished.
         ended = time.perf_counter()
         kept = max(report.stall_s for report in loaded.reports)
+        ranks = LoadReport.total(loaded.reports)
         return LoadReport(
             transfer_s=prepared.transfer_s,
             load_s=prepared.stage_s + ended - started,
@@ -245,6 +246,9 @@ class VersionedServer(ControlCalls):
             prove_s=max(report.prove_s for report in loaded.reports),
             busy_s=self._open.take(ended),
             tensors_proved=min(report.tensors_proved for report in loaded.reports),
+            elements_served=ranks.elements_served,
+            elements_explained=ranks.elements_explained,
+            unexplained=ranks.unexplained,
             tokens_read_again=read_again,
         )
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from ...core.items import Publication
 from ...errors import WeightSyncError
+from ...observe.wording import map_coverage
 from ...weight_sync.manifest import Ticket, joined
 from ..rollout.replica_pool import RolloutPool
 from ..workers.policy_copy import PolicyCopy
 from .calls import BlockingCalls
+from .terminal import say
 
 METRICS = (
     "version",
@@ -61,8 +63,11 @@ class WeightPublisher:
 
     async def publish(self, ticket: Ticket) -> Publication:
         """Make every replica load and verify a version."""
-        self._last = await self.rollout_pool.publish(ticket)
-        return self._last
+        before = None if self._last is None else self._last.explained_share
+        self._last = done = await self.rollout_pool.publish(ticket)
+        if done.explained_share is not None and done.explained_share != before:
+            say(map_coverage(done.explained_share, done.unexplained))
+        return done
 
     async def load_into(self, policy: PolicyCopy, version: int | None) -> float:
         """Load a version into a copy of the policy, unless it has it, and return the seconds that this took.

@@ -46,6 +46,4 @@ class TransformerRank:
             proved = self._prover.prove(described, delivered, lambda: adapter.published(described))
             adapter.seal()
         load_s, prove_s = loaded - started, time.perf_counter() - loaded
-        return LoadReport(
-            load_s=load_s, stall_s=load_s + prove_s, prove_s=prove_s, tensors_proved=proved.tensors
-        )
+        return proved.report(load_s, prove_s)

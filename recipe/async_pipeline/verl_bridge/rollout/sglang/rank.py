@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....core.items import LoadReport
 from ....weight_sync.engine_adapter import EngineAdapter
 from ....weight_sync.manifest import decode
 from ....weight_sync.map_check import Share, check_union
@@ -32,7 +31,7 @@ Gather = Callable[[Any], list[Any]]
 class _Outcome(NamedTuple):
     """What one rank did."""
 
-    report: dict[str, float] | None = None
+    report: dict[str, Any] | None = None
     share: Share | None = None
     failure: Failure | None = None
 
@@ -81,7 +80,7 @@ class EngineRank:
 
     def load(
         self, manifest: bytes, piece_bytes: int, salts: Salts | None
-    ) -> tuple[list[dict[str, float]], dict[str, int]]:
+    ) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Load and verify one version.
 
         Returns each rank's LoadReport as a dict, and the output tokens of each live request. Raises
@@ -113,10 +112,7 @@ class EngineRank:
         except Exception as error:  # noqa: BLE001 - other ranks wait for this one, and the server raises it
             return _Outcome(failure=Failure.of(error))
         load_s, prove_s = loaded - started, time.perf_counter() - loaded
-        report = LoadReport(
-            load_s=load_s, stall_s=load_s + prove_s, prove_s=prove_s, tensors_proved=proved.tensors
-        )
-        return _Outcome(asdict(report), proved.share)
+        return _Outcome(asdict(proved.report(load_s, prove_s)), proved.share)
 
     def _keep_prefixes_apart(self, salts: Salts) -> None:
         """Have requests that wait for their first step use prefixes of the new version only."""

@@ -13,7 +13,6 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.platforms import current_platform
 
-from ....core.items import LoadReport
 from ....weight_sync.manifest import Manifest, decode
 from ....weight_sync.map_check import Share
 from ....weight_sync.proof import Prover
@@ -52,7 +51,7 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         staging = self._engine_adapter().prepare(described, partial(board.post, described.version))
         return board.name if staging else None
 
-    def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, float], Share | None]:
+    def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, Any], Share | None]:
         """Load and verify one version; the engine runs nothing else meanwhile.
 
         Returns this rank's LoadReport as a dict, and its share of the published tensors if the shares of all
@@ -67,11 +66,8 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         proved = self._prover.prove(described, delivered, lambda: adapter.published(described))
         adapter.seal()
         load_s, prove_s = loaded - started, time.perf_counter() - loaded
-        report = LoadReport(
-            load_s=load_s, stall_s=load_s + prove_s, prove_s=prove_s, tensors_proved=proved.tensors
-        )
         # vLLM passes only plain values between its processes.
-        return asdict(report), proved.share
+        return asdict(proved.report(load_s, prove_s)), proved.share
 
     def _described(self, manifest: bytes) -> Manifest:
         """Return the manifest with the segments of this node, which may not be the engine core's."""
