@@ -89,7 +89,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/trainer/log_probs.py": "e2e/test_pools.py",
     "verl_bridge/trainer/run_loop.py": WHOLE_JOB,
     "verl_bridge/trainer/startup.py": WHOLE_JOB,
-    "verl_bridge/trainer/weight_publisher.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
     "verl_bridge/bench/agent_loop.py": "e2e/test_bench.py",
     "verl_bridge/bench/control_plane.py": "e2e/test_bench.py",
@@ -120,7 +119,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/rollout/vllm/uses.py": "contract/test_declared.py",
     # Tested as the base of vLLM's server, and with vLLM's models.
     "verl_bridge/rollout/versioned_server.py": "verl_bridge/rollout/vllm/test_server.py",
-    "verl_bridge/rollout/served_layout.py": "verl_bridge/rollout/vllm/test_layout.py",
     "verl_bridge/rollout/vllm/worker.py": WHOLE_JOB,
     "verl_bridge/workers/training_worker.py": WHOLE_JOB,
     "verl_bridge/workers/log_prob_worker.py": "e2e/test_pools.py",

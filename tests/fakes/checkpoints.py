@@ -28,23 +28,74 @@ SIZES = {
 }
 WIDE_HEADS = {"head_dim": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "qwen2-tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen3-untied": lambda: transformers.Qwen3Config(**SIZES, **WIDE_HEADS, tie_word_embeddings=False),
-    "llama": lambda: transformers.LlamaConfig(**SIZES, **WIDE_HEADS, tie_word_embeddings=False),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **SIZES, **WIDE_HEADS, **EXPERTS, tie_word_embeddings=False
+FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_layer_freq": 1,
+    "scoring_func": "softmax",
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    # SGLang has no other embedding of positions for this model on a CPU.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+}
+ENCODER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "out_hidden_size": 128,
+    "fullatt_block_indexes": [1],
+}
+Sizes = dict[str, Any]
+CONFIGS: dict[str, Callable[[Sizes], Any]] = {
+    "qwen2-tied": lambda sizes: transformers.Qwen2Config(**sizes, tie_word_embeddings=True),
+    "qwen3-untied": lambda sizes: transformers.Qwen3Config(**sizes, **WIDE_HEADS, tie_word_embeddings=False),
+    "llama": lambda sizes: transformers.LlamaConfig(**sizes, **WIDE_HEADS, tie_word_embeddings=False),
+    "qwen3-moe": lambda sizes: transformers.Qwen3MoeConfig(
+        **sizes, **WIDE_HEADS, **EXPERTS, tie_word_embeddings=False
     ),
-    "phi3-fused": lambda: transformers.Phi3Config(**SIZES, tie_word_embeddings=False),
-    "glm4-fused": lambda: transformers.Glm4Config(**SIZES, **WIDE_HEADS, tie_word_embeddings=False),
+    "phi3-fused": lambda sizes: transformers.Phi3Config(**sizes, tie_word_embeddings=False),
+    "glm4-fused": lambda sizes: transformers.Glm4Config(**sizes, **WIDE_HEADS, tie_word_embeddings=False),
+    "mixtral": lambda sizes: transformers.MixtralConfig(
+        **sizes, **WIDE_HEADS, **FEW_EXPERTS, tie_word_embeddings=False
+    ),
+    "deepseek-v2": lambda sizes: transformers.DeepseekV2Config(**sizes, **LATENT, tie_word_embeddings=False),
+    "gpt-oss": lambda sizes: transformers.GptOssConfig(
+        **sizes, **WIDE_HEADS, **FEW_EXPERTS, swiglu_limit=7.0, tie_word_embeddings=False
+    ),
+    "qwen2.5-vl": lambda sizes: transformers.Qwen2_5_VLConfig(
+        text_config={**sizes, "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]}},
+        vision_config=ENCODER,
+        tie_word_embeddings=False,
+    ),
 }
 
 
-def make(name: str, folder: Path) -> Any:
-    """Store a model and return it; float32, so that both sides compute the same."""
+def make(name: str, folder: Path, **changed: Any) -> Any:
+    """Store a model and return it; float32, so that both sides compute the same. `changed`: sizes."""
     torch.manual_seed(0)
-    config = CONFIGS[name]()
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config = CONFIGS[name]({**SIZES, **changed})
+    kinds = (transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM)
+    model = kinds[not hasattr(config, "vision_config")].from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return model
 
@@ -62,4 +113,20 @@ def train(model: Any, seed: int) -> dict[str, torch.Tensor]:
         for name, tensor in tensors.items()
         for part in unfused(part_of(name, tensor), model.config.model_type)
     ]
-    return {part.name: part.values for part in parts if part.values is not None}
+    rename = _MIXTRAL if model.config.model_type == "mixtral" else {}
+    return {_renamed(part.name, rename): part.values for part in parts if part.values is not None}
+
+
+_MIXTRAL = {
+    ".mlp.": ".block_sparse_moe.",
+    ".gate_proj.": ".w1.",
+    ".down_proj.": ".w2.",
+    ".up_proj.": ".w3.",
+}
+"""From transformers' names to the ones of checkpoints, which engines load."""
+
+
+def _renamed(name: str, rename: dict[str, str]) -> str:
+    for old, new in rename.items():
+        name = name.replace(old, new)
+    return name

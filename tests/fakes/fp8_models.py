@@ -14,7 +14,7 @@ from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
-from recipe.async_pipeline.verl_bridge.rollout.served_layout import served_tensors
+from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
 from recipe.async_pipeline.verl_bridge.rollout.vllm.block_fp8 import BlockFp8
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.weight_sync.engine_adapter import Computed, Expected

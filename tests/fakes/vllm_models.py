@@ -16,13 +16,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import transformers
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
-from recipe.async_pipeline.verl_bridge.rollout.served_layout import served_tensors
+from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import keep_weights_unpacked
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.weight_sync.engine_adapter import Expected
@@ -36,6 +37,7 @@ class Group(SimpleNamespace):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(
             rank_in_group=rank,
+            rank=rank,
             world_size=size,
             is_first_rank=rank == 0,
             is_last_rank=rank == size - 1,
@@ -68,6 +70,39 @@ def config_of(folder: Path, size: int, **more: Any) -> Any:
     ).create_engine_config()
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let models be built whose kernels need a GPU, or torchvision for videos; nothing is computed."""
+    attention = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
+    experts = importlib.import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+
+    def or_else(function: Any, substitute: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                return function(*arguments, **named)
+            except NotImplementedError:
+                return substitute
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+            stub = MagicMock(__spec__=ModuleSpec("torchvision", None))
+            patched.setitem(sys.modules, f"torchvision{name}", stub)
+        # Newer versions read how pictures are normalized from a processor, which needs torchvision.
+        vision = importlib.import_module("vllm.model_executor.models.vision")
+        if hasattr(vision, "FusedInputNorm"):
+            norm = vision.FusedInputNorm
+            patched.setattr(norm, "from_model_config", lambda config: norm.identity())
+        registry = "vllm.model_executor.models.registry._run_in_subprocess"
+        patched.setattr(registry, lambda inspect: inspect())  # the stubs are in this process
+        patched.setattr(attention, "get_mla_prefill_backend", MagicMock())
+        patched.setattr(attention, "get_attn_backend", or_else(attention.get_attn_backend, MagicMock()))
+        select, triton = "select_unquantized_moe_backend", (experts.UnquantizedMoeBackend.TRITON, None)
+        patched.setattr(experts, select, or_else(getattr(experts, select), triton))
+        yield
+
+
 class ModelRank(RecordingAdapter):
     """An adapter of a model that vLLM built, with vLLM's loader and the tables of the real adapter."""
 
@@ -75,8 +110,9 @@ class ModelRank(RecordingAdapter):
         super().__init__(torch.device("cpu"))
         keep_weights_unpacked()
         self.rank, self.size = rank, size
-        self.config = config_of(folder, size, dtype="float32", enable_expert_parallel=experts_apart)
-        with set_current_vllm_config(self.config), as_rank(rank, size):
+        with without_kernels():
+            self.config = config_of(folder, size, dtype="float32", enable_expert_parallel=experts_apart)
+        with set_current_vllm_config(self.config), as_rank(rank, size), without_kernels():
             self.model: torch.nn.Module = initialize_model(self.config)
         self.model.requires_grad_(False)
         for parameter in self.model.parameters():
@@ -131,10 +167,7 @@ class PictureRank(ModelRank):
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         super().__init__(folder, rank, size)
-        with pytest.MonkeyPatch.context() as patched:
-            for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-                stub = MagicMock(__spec__=ModuleSpec("torchvision", None))
-                patched.setitem(sys.modules, f"torchvision{name}", stub)
+        with without_kernels():
             classes = importlib.import_module("vllm.model_executor.models.qwen2_5_vl")
         with set_current_vllm_config(self.config), as_rank(rank, size):
             encoder = classes.Qwen2_5_VisionTransformer(ENCODER)
@@ -185,3 +218,64 @@ def drafter_weights(one_rank: DrafterRank) -> dict[str, torch.Tensor]:
         else:
             weights[published] = torch.randn(served.shape)
     return weights
+
+
+def checkpoint_name(name: str) -> str:
+    """Return the name in a checkpoint that vLLM loads: transformers' own."""
+    return name
+
+
+def ranks_of(folder: Path, size: int) -> list[ModelRank]:
+    """Return the adapters of a replica."""
+    return [ModelRank(folder, rank, size) for rank in range(size)]
+
+
+class AdapterRank:
+    """As much of a worker of vLLM as serves a LoRA adapter: the attention layers of one rank."""
+
+    def __init__(self, folder: Path, rank: int, size: int, largest: int) -> None:
+        from vllm.config.lora import LoRAConfig
+        from vllm.lora.layers import MergedQKVParallelLinearWithLoRA, RowParallelLinearWithLoRA
+
+        self.device = torch.device("cpu")
+        self._rank, self._size = rank, size
+        built = ModelRank(folder, rank, size)
+        self.vllm_config = built.config
+        config = LoRAConfig(max_lora_rank=largest, max_loras=1, lora_dtype=torch.float32)
+        self._layers: dict[str, Any] = {}
+        kinds = {"qkv_proj": MergedQKVParallelLinearWithLoRA, "o_proj": RowParallelLinearWithLoRA}
+        with set_current_vllm_config(built.config), as_rank(rank, size):
+            for name, module in built.model.named_modules():
+                kind = kinds.get(name.rpartition(".")[2])
+                if kind is not None:
+                    self._layers[name] = layer = kind(module)
+                    layer.create_lora_weights(1, config, built.config.model_config.hf_config)
+        adapters = SimpleNamespace(
+            lora_index_to_id=[VLLM_LORA_INT_ID],
+            modules=self._layers,
+            packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
+            lora_config=config,
+        )
+        self.model_runner = SimpleNamespace(
+            model=built.model,
+            vllm_config=built.config,
+            lora_manager=SimpleNamespace(_adapter_manager=adapters),
+        )
+
+    def remove_lora(self, number: int) -> None:
+        pass
+
+    def add_lora(self, request: Any) -> None:
+        """Give each layer its part, as vLLM's manager does."""
+
+        def matrices(name: str, kind: str) -> Any:
+            parent, _, own = name.rpartition(".")
+            parts = ["q_proj", "k_proj", "v_proj"] if own == "qkv_proj" else [own]
+            names = [f"base_model.model.{parent}.{part}.lora_{kind}.weight" for part in parts]
+            scaling = request.peft_config["lora_alpha"] / request.peft_config["r"] if kind == "B" else 1
+            found = [request.lora_tensors[one] * scaling for one in names]
+            return found if len(found) > 1 else found[0]
+
+        with set_current_vllm_config(self.vllm_config), as_rank(self._rank, self._size):
+            for name, layer in self._layers.items():
+                layer.set_lora(0, matrices(name, "A"), matrices(name, "B"))

@@ -68,6 +68,11 @@ class View(NamedTuple):
             self.stride[:axis] + self.stride[axis + 1 :],
         )
 
+    def exchanged(self) -> View:
+        """Return the view with its last two axes exchanged."""
+        (*before, a, b), (*strides, c, d) = self.shape, self.stride
+        return View(self.offset, (*before, b, a), (*strides, d, c))
+
     def find(self, positions: Positions) -> tuple[Held, list[Positions]]:
         """Return which positions of the tensor are in this view, and the index of each of those.
 

@@ -8,7 +8,8 @@ engines have the same attributes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +21,30 @@ from ...weight_sync.manifest import TensorEntry
 DROPPED = "the engine's mapper drops its name"
 UNUSED = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Tensors of some checkpoints that engines compute themselves."""
+FUSED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
+    "fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
+"""Modules that engines fuse, for models whose own table does not say so."""
+RENAMED = {"qkv": "qkv_proj"}
+"""Fused modules of checkpoints that engines have under another name."""
+EXPERT_NAMES = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"))
+"""The names of an expert's matrices in checkpoints: gate, down and up."""
+
+Shard = str | int | tuple[int, ...]
+"""The name or number of one part of a fused tensor, or the numbers of several consecutive parts."""
+Slot = tuple[str, str, int, str]
+"""Of an engine's table of experts: the parameter, the published name, the expert, and which matrix it is."""
 
 
 class Target(NamedTuple):
     """The served tensor that a published one belongs to."""
 
     served: str
-    part: str | int | None
-    """Which part of a fused tensor, or None if it is the whole."""
+    part: Shard | list[Shard] | None
+    """Which part of a fused tensor, or None if it is the whole. Several parts have the same values."""
 
 
 class Part(NamedTuple):
@@ -52,12 +69,28 @@ class Layers(NamedTuple):
     embedding: Any
 
 
+class Experts(NamedTuple):
+    """How an engine keeps the experts of a layer, which have their matrices in `w13_*` and `w2_*`."""
+
+    table: Callable[[Any], Sequence[Slot]]
+    """The place of each expert's matrix in a layer."""
+    rank_and_size: Callable[[Any], tuple[int, int]]
+    """The rank of a layer, and the number of ranks that share one expert."""
+    up_first: Callable[[Any], bool]
+    """Whether a layer has up above gate."""
+    stacked: Callable[[Any], Mapping[str, str]]
+    """The parameters that are published with all experts in one tensor, by published name."""
+
+
 class ServedLayout:
     """The tables of one model on one rank."""
 
-    def __init__(self, model: torch.nn.Module, layers: Layers, packed: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, layers: Layers, packed: Mapping[str, list[str]], experts: Experts
+    ) -> None:
         """`packed`: the modules that are fused into one, by its name."""
-        self._model, self._layers, self._packed = model, layers, packed
+        self._model, self._layers, self._engine = model, layers, experts
+        self._packed = {**FUSED, **packed}
         self._slots: dict[Any, dict[str, list[tuple[str, int, str]]]] = {}
         """The table of experts of each layer, by the start of published names."""
 
@@ -65,52 +98,54 @@ class ServedLayout:
         """Return where a tensor belongs, or None if the tables do not say."""
         if entry.name.endswith(UNUSED):
             return Expected((), "the engine computes it")
-        module, names = self._descend(entry.name)
-        if module is None:
+        found = self._descend(entry.name)
+        if found is None:
             return Expected((), DROPPED)
-        prefix, rest, part = names
-        experts = getattr(module, "routed_experts", module)
-        if hasattr(experts, "get_expert_mapping"):
-            inner = f"{prefix}routed_experts." if experts is not module else prefix
-            return self._experts(experts, inner, rest, entry.shape)
+        experts, prefix, rest, part = found
+        if experts is not None:
+            return self._experts(experts, prefix, rest, entry.shape)
         target = self._target(prefix + rest, part)
         return None if target is None else self._of_module(target, entry.shape)
 
-    def _descend(self, name: str) -> tuple[torch.nn.Module | None, tuple[str, str, str | int | None]]:
+    def _descend(self, name: str) -> tuple[torch.nn.Module | None, str, str, Any] | None:
         """Follow a name as the loaders do: each module may map the names below it.
 
-        Returns the last module that maps names or holds experts, with its prefix and the name below it, or
-        None if a mapper drops the name.
+        Returns the layer of experts that the name belongs to, the prefix of that layer, the mapped name below
+        it and the part; without a layer of experts if it belongs to none. None if a mapper drops the name.
         """
         module: torch.nn.Module = self._model
         prefix, rest, part = "", name, None
-        last = (module, (prefix, rest, part))
         while True:
             mapper = getattr(module, "hf_to_vllm_mapper", None)
             if mapper is not None:
-                mapped = mapper._map_name_with_shard(rest)
+                mapped = mapped_name(mapper, rest)
                 if mapped is None:
-                    return None, (prefix, rest, part)
+                    return None
                 rest, found = mapped
                 part = part if found is None else found
-                last = (module, (prefix, rest, part))
+            if "routed_experts" in module._modules:
+                module, prefix = module.get_submodule("routed_experts"), f"{prefix}routed_experts."
+                rest = rest.removeprefix("routed_experts.")
+            if holds_experts(module):
+                return module, prefix, rest, part
             child, _, below = rest.partition(".")
-            if hasattr(module, "get_expert_mapping") or hasattr(module, "routed_experts"):
-                return module, (prefix, rest, part)
+            slot = _slot_of_shared(module) if child == "shared_experts" else None
+            if slot is not None:
+                child, below, rest = "experts", f"{slot}.{below}", f"experts.{slot}.{below}"
             if not below or child not in module._modules:
-                return last[0], (prefix, rest, part)
+                return None, prefix, rest, part
             module, prefix, rest = module.get_submodule(child), f"{prefix}{child}.", below
 
-    def _target(self, name: str, part: str | int | None) -> Target | None:
+    def _target(self, name: str, part: Any) -> Target | None:
         """Return the served tensor of a mapped name; older models fuse modules without a mapper."""
         if self._tensor(name) is not None:
             return Target(name, part)
         module, _, leaf = name.rpartition(".")
         parent, _, own = module.rpartition(".")
-        for fused, parts in self._packed.items():
+        for fused, parts in [*self._packed.items(), (RENAMED.get(own, own), ())]:
             candidate = f"{parent}.{fused}.{leaf}" if parent else f"{fused}.{leaf}"
-            if own in parts and self._tensor(candidate) is not None:
-                return Target(candidate, parts.index(own))
+            if (own in parts or not parts) and self._tensor(candidate) is not None:
+                return Target(candidate, parts.index(own) if parts else part)
         return None
 
     def _tensor(self, name: str) -> torch.Tensor | None:
@@ -133,50 +168,137 @@ class ServedLayout:
             start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
             return _piece(target.served, shape, whole, output, start, 0, end - start)
         if isinstance(module, self._layers.column) and output is not None:
-            return _parts(parts_of(module, self._layers), module.tp_rank, target, shape, whole, output)
+            parts, rank = parts_of(module, self._layers), rank_and_size(module)[0]
+            if not isinstance(target.part, list):
+                return _parts(parts, rank, target, shape, whole, output)
+            # The same values in several parts.
+            every = [
+                _parts(parts, rank, Target(target.served, part), shape, whole, output) for part in target.part
+            ]
+            pieces = [one.pieces for one in every if one is not None]
+            return Expected(tuple(chain.from_iterable(pieces))) if len(pieces) == len(every) else None
         if isinstance(module, self._layers.row) and reduced is not None and len(shape) > reduced:
             length = served.shape[reduced]
-            return _piece(target.served, shape, whole, reduced, module.tp_rank * length, 0, length)
+            return _piece(target.served, shape, whole, reduced, rank_and_size(module)[0] * length, 0, length)
         if target.part is None and tuple(served.shape) == tuple(shape):
             return Expected((Piece(View.whole(shape), target.served, whole),))
         return None
 
     def _experts(self, experts: Any, prefix: str, rest: str, shape: tuple[int, ...]) -> Expected | None:
         """Find one expert's matrix in the slots of this rank; redundant experts have several."""
+        if "." not in rest:
+            leaf = self._engine.stacked(experts).get(rest, rest)
+            served = getattr(experts, leaf, None)
+            return self._all_experts(experts, prefix + leaf, shape) if served is not None else None
         slots = self._slots_of(experts, rest)
         if len(shape) != 2 or not slots:
             return None
+        rank, size = self._engine.rank_and_size(experts)
         pieces = []
         for leaf, expert, shard in slots:
             served = getattr(experts, leaf, None)
             if served is None or served.dim() != 3 or getattr(served, "is_transposed", False):
                 return None
             slot = experts._map_global_expert_id_to_local_expert_id(expert)
-            if slot >= 0:
-                whole = View(0, tuple(served.shape), served.stride()).select(0, slot)
-                pieces.append(_expert_piece(experts, prefix + leaf, shape, whole, shard))
+            if slot < 0:
+                continue
+            matrix = self._view_of(experts, served).select(0, slot)
+            axis = 1 if shard == "w2" else 0
+            length = shape[axis] // size
+            source = View.whole(shape).narrow(axis, rank * length, length)
+            # The matrices of gate and up are on top of each other, each padded by itself.
+            lower = shard == ("w1" if self._engine.up_first(experts) else "w3")
+            start = matrix.shape[0] // 2 if lower else 0
+            target = matrix.narrow(0, start, source.shape[0]).narrow(1, 0, source.shape[1])
+            pieces.append(Piece(source, prefix + leaf, target))
         return Expected(tuple(pieces))
+
+    def _all_experts(self, experts: Any, served_name: str, shape: tuple[int, ...]) -> Expected | None:
+        """Find the matrices or biases of all experts, published in one tensor.
+
+        gpt-oss publishes them as [expert, input, output], and engines serve [expert, output, input]. Gate and
+        up alternate in both.
+        """
+        leaf = served_name.rpartition(".")[2]
+        served = self._view_of(experts, getattr(experts, leaf))
+        slots = [experts._map_global_expert_id_to_local_expert_id(expert) for expert in range(shape[0])]
+        held = [expert for expert, slot in enumerate(slots) if slot >= 0]
+        if not held or len(shape) != len(served.shape) or [slots[e] for e in held] != list(range(len(held))):
+            return None
+        whole = View.whole(shape)
+        source = whole.exchanged() if len(shape) == 3 else whole
+        rank, size = self._engine.rank_and_size(experts)
+        if leaf.startswith("w13") or len(shape) == 3:
+            axis = 1 if leaf.startswith("w13") else 2
+            length = source.shape[axis] // size
+            source = source.narrow(axis, rank * length, length)
+        elif rank:
+            return Expected(())  # the output of all ranks is summed, and only the first one adds the bias
+        if any(has > room for has, room in zip(source.shape[1:], served.shape[1:], strict=True)):
+            return None
+        target, first = served.narrow(0, 0, len(held)), held[0]
+        for axis in range(1, len(shape)):
+            target = target.narrow(axis, 0, source.shape[axis])
+        if held != list(range(first, first + len(held))):
+            return None
+        return Expected((Piece(source.narrow(0, first, len(held)), served_name, target),))
+
+    @staticmethod
+    def _view_of(experts: Any, served: torch.Tensor) -> View:
+        """Return the view of a layer's matrices as [expert, output, input]."""
+        whole = View(0, tuple(served.shape), served.stride())
+        exchanged = served.dim() == 3 and getattr(experts, "use_triton_kernels", False)
+        return whole.exchanged() if exchanged else whole
 
     def _slots_of(self, experts: Any, rest: str) -> list[tuple[str, int, str]]:
         """Return the served tensor, the expert and the shard of each place of a published one."""
         if experts not in self._slots:
             table: dict[str, list[tuple[str, int, str]]] = {}
-            for parameter, published, expert, shard in experts.get_expert_mapping():
-                table.setdefault(published, []).append((parameter, expert, shard))
+            for parameter, published, expert, shard in self._engine.table(experts):
+                leaf = parameter.removeprefix("experts.").removeprefix("routed_experts.")
+                table.setdefault(published, []).append((leaf, expert, shard))
             self._slots[experts] = table
-        name = f"experts.{rest}"
         # A published name of the table ends in a dot, e.g. "experts.3.gate_proj.".
-        published = name[: name.rindex(".") + 1]
-        leaf = name.removeprefix(published)
-        return [
-            ((parameter + leaf).removeprefix("experts."), expert, shard)
-            for parameter, expert, shard in self._slots[experts].get(published, ())
-        ]
+        published, _, leaf = f"experts.{rest}".rpartition(".")
+        slots = self._slots[experts].get(f"{published}.", ())
+        return [(parameter + leaf, expert, shard) for parameter, expert, shard in slots]
+
+
+def mapped_name(mapper: Any, name: str) -> tuple[str, Any] | None:
+    """Return the name and the part that an engine's mapper gives, or None if it drops the name."""
+    methods = ("_map_name_with_shard", "map_name", "_map_name")
+    method = next((one for one in methods if hasattr(mapper, one)), methods[0])
+    mapped = getattr(mapper, method)(name)
+    return (mapped, None) if isinstance(mapped, str) else mapped
+
+
+def _slot_of_shared(module: torch.nn.Module) -> int | None:
+    """Return which expert of a layer is the shared one, or None if it is no expert of the layer."""
+    experts = module._modules.get("experts")
+    if "shared_experts" in module._modules or getattr(experts, "num_fused_shared_experts", 0) != 1:
+        return None
+    return getattr(experts, "_num_global_routed", None)
+
+
+def holds_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module has the matrices of a layer's experts."""
+    return hasattr(module, "_map_global_expert_id_to_local_expert_id") and any(
+        name.startswith("w13_") for name in module._parameters
+    )
+
+
+def rank_and_size(layer: Any) -> tuple[int, int]:
+    """Return the rank of a layer that is sharded, and the number of its ranks."""
+    if hasattr(layer, "tp_size"):
+        return layer.tp_rank, layer.tp_size
+    # Newer versions of SGLang keep the group instead, or None for a layer that is not sharded.
+    group = layer.tp_group
+    return (0, 1) if group is None else (group.rank_in_group, group.world_size)
 
 
 def parts_of(module: Any, layers: Layers) -> dict[str | int, Part]:
     """Return the parts of a column-parallel layer, in their order."""
-    size = module.tp_size
+    size = rank_and_size(module)[1]
     if isinstance(module, layers.qkv):
         replicas = module.num_kv_head_replicas
         return {
@@ -205,7 +327,8 @@ def _parts(
     """Return the pieces of one part of a fused tensor, of all parts if they are published as one."""
     if type(target.part) is int and "q" in parts:
         target = target._replace(part=("q", "k", "v")[target.part])
-    chosen = list(parts) if target.part is None else [target.part]
+    several = target.part if isinstance(target.part, tuple) else [target.part]
+    chosen: list[Any] = list(parts) if target.part is None else [*several]
     if any(part not in parts for part in chosen):
         return None
     if shape[axis] != sum(parts[part].published for part in chosen):
@@ -228,29 +351,3 @@ def _piece(
     """Return the piece of `length` rows or columns from `source` to `place`."""
     part = View.whole(shape).narrow(axis, source, length)
     return Expected((Piece(part, served, whole.narrow(axis, place, length)),) if part.numel else ())
-
-
-def _expert_piece(experts: Any, served: str, shape: tuple[int, ...], whole: View, shard: str) -> Piece:
-    parallel = experts.moe_config.moe_parallel_config
-    axis = 1 if shard == "w2" else 0
-    length = shape[axis] // parallel.tp_size
-    source = View.whole(shape).narrow(axis, parallel.tp_rank * length, length)
-    # The matrices of gate and up are on top of each other, each padded by itself.
-    start = whole.shape[0] // 2 if shard == "w3" else 0
-    target = whole.narrow(0, start, source.shape[0]).narrow(1, 0, source.shape[1])
-    return Piece(source, served, target)
-
-
-def served_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and persistent buffer that a load is responsible for, aliases included."""
-    yield from model.named_parameters(remove_duplicate=False)
-    for path, module in model.named_modules(remove_duplicate=False):
-        kept = module._buffers.keys() - module._non_persistent_buffers_set
-        for leaf in module._buffers:
-            buffer = module._buffers[leaf]
-            if leaf in kept and leaf not in OWN_BUFFERS and buffer is not None:
-                yield f"{path}.{leaf}" if path else leaf, buffer
-
-
-OWN_BUFFERS = {"_q_scale", "_k_scale", "_v_scale", "_prob_scale"}
-"""Buffers of attention layers, which belong to the KV cache and to no checkpoint."""

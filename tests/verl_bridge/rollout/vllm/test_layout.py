@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,44 @@ class Models:
     def drafters(self, name: str, size: int) -> list[Any]:
         return [self._ranks.DrafterRank(self._folder / name, rank, size) for rank in range(size)]
 
+    def as_rank(self, rank: int, size: int) -> Any:
+        return self._ranks.as_rank(rank, size)
+
+    def adapter_ranks(self, name: str, size: int, confused: bool) -> list[Any]:
+        workers = [self._ranks.AdapterRank(self._folder / name, rank, size, 8) for rank in range(size)]
+        for worker in workers if confused else ():
+            add = worker.add_lora
+
+            def add_wrongly(request: Any, add: Any = add) -> None:
+                swapped = {
+                    key.replace("k_proj", "?").replace("v_proj", "k_proj").replace("?", "v_proj"): tensor
+                    for key, tensor in request.lora_tensors.items()
+                }
+                request.lora_tensors = swapped
+                add(request)
+
+            worker.add_lora = add_wrongly
+        return workers
+
+    def publish_adapter(self, name: str) -> Manifest:
+        from peft import LoraConfig, get_peft_model
+
+        shards = importlib.import_module("recipe.async_pipeline.verl_bridge.workers.fsdp_shards")
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        model = get_peft_model(
+            self._checkpoints.make(name, self._folder / name),
+            LoraConfig(r=4, lora_alpha=12, target_modules=targets),
+        )
+        torch.manual_seed(1)
+        tensors = {key: torch.randn_like(tensor) for key, tensor in shards.adapter_of(model).items()}
+        parts = [shards.part_of(key, tensor) for key, tensor in tensors.items()]
+        self._version += 1
+        ticket = self._writer.gather_parts(
+            self._version, parts, shards.described(model.peft_config["default"])
+        )
+        assert ticket is not None
+        return await_manifest(ticket, 30)
+
     def of_drafter(self, name: str) -> Weights:
         weights: Weights = self._ranks.drafter_weights(*self.drafters(name, 1))
         return weights
@@ -88,7 +127,7 @@ def test_every_tensor_is_where_the_tables_say(models: Models, name: str, size: i
         assert prove_first(ranks, manifest) == [len(weights)] * size
     for rank in ranks:
         assert rank._recorded is not None, rank._elements.note
-        assert check_map(manifest, rank.commit(manifest, 1 << 20)).by_name == len(weights)
+        assert check_map(manifest, rank.commit(manifest, 1 << 20)).coverage.tensors == len(weights)
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-moe", "phi3-fused"])
@@ -119,8 +158,8 @@ def test_the_names_of_a_model_with_pictures_are_mapped(models: Models, size: int
     weights |= models.of_encoder("qwen2-tied")
     manifest = models.publish(weights)
     assert prove_first(ranks, manifest) == [len(weights)] * size
-    by_name = check_map(manifest, ranks[0].commit(manifest, 1 << 20)).by_name
-    assert by_name == len(weights)
+    explained = check_map(manifest, ranks[0].commit(manifest, 1 << 20)).coverage.tensors
+    assert explained == len(weights)
     del weights["model.visual.blocks.1.attn.qkv.weight"]
     with pytest.raises(ProofError, match=r"visual\.blocks\.1\.attn\.qkv\.weight is served, but"):
         prove_first(models.pictures("qwen2-tied", size), models.publish(weights))
@@ -137,7 +176,7 @@ def test_the_names_of_a_drafter_are_mapped(models: Models, size: int) -> None:
     assert f"{DRAFTER}.self_attn.q_proj.weight" in weights
     manifest = models.publish(weights)
     assert prove_first(ranks, manifest) == [len(weights)] * size
-    assert check_map(manifest, ranks[0].commit(manifest, 1 << 20)).by_name == len(weights)
+    assert check_map(manifest, ranks[0].commit(manifest, 1 << 20)).coverage.tensors == len(weights)
 
 
 def test_a_drafter_of_swapped_or_missing_tensors_is_an_error(models: Models) -> None:
@@ -233,6 +272,33 @@ def test_a_persistent_buffer_must_be_published(models: Models) -> None:
     ranks = models.replica("llama", 1)
     ranks[0].model.model.layers[0].mlp.register_buffer("table", torch.zeros(4), persistent=False)
     assert prove_first(ranks, models.publish(weights)) == [len(weights)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("confused", [False, True])
+def test_an_adapter_is_proved_where_ranks_share_heads(
+    models: Models, load: Load, monkeypatch: pytest.MonkeyPatch, size: int, confused: bool
+) -> None:
+    """Four ranks have two heads of keys and values: two ranks have the same rows."""
+    models.published("llama")
+    adapters = load("recipe.async_pipeline.verl_bridge.rollout.vllm.adapter")
+    ranks = []
+    for rank, worker in enumerate(models.adapter_ranks("llama", size, confused)):
+        made = adapters.VllmAdapter(worker)
+        commit = made.commit
+
+        def committed(manifest: Manifest, piece_bytes: int, rank: int = rank, commit: Any = commit) -> Any:
+            with models.as_rank(rank, size):
+                return commit(manifest, piece_bytes)
+
+        made.commit = committed
+        ranks.append(made)
+    manifest = models.publish_adapter("llama")
+    if confused:
+        with pytest.raises(ProofError, match=r"[kv]_proj\.lora_[AB].* values other than the published ones"):
+            prove_first(ranks, manifest)
+        return
+    assert prove_first(ranks, manifest) == [len(manifest.tensors)] * size
 
 
 def test_a_published_head_of_a_tied_model_must_equal_the_embedding(models: Models) -> None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from ....weight_sync.engine_adapter import Delivered, Expected
 from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
 from ....weight_sync.standby_version import Ended, ignore
-from ..served_layout import served_tensors
+from ..served_tensors import require_fresh_products, served_tensors
 from .layout import packed_modules, served_layout
 from .lora import ServedAdapter
 
@@ -31,10 +34,12 @@ class SGLangAdapter(RecordingAdapter):
         return dict(served_tensors(self._model))
 
     def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._model.load_weights(iter(piece))  # type: ignore[operator]
+        with submitting_nothing():
+            self._model.load_weights(iter(piece))  # type: ignore[operator]
 
     def finish(self) -> None:
         """SGLang repacks nothing that this package allows; see `sglang_rules.py`."""
+        require_fresh_products(self._model)
 
     def expected(self, entry: TensorEntry) -> Expected | None:
         return self._table.expected(entry)
@@ -54,3 +59,25 @@ class SGLangAdapter(RecordingAdapter):
 
     def seal(self) -> None:
         """Nothing: weights are used as they were loaded."""
+
+
+@contextmanager
+def submitting_nothing() -> Iterator[None]:
+    """Let this thread do itself what it submits to a pool of threads: only its copies are recorded."""
+    submit, own = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def run_here(pool: ThreadPoolExecutor, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        if threading.get_ident() != own:
+            return submit(pool, function, *arguments, **named)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - the loader raises it when it asks for the result
+            done.set_exception(error)
+        return done
+
+    ThreadPoolExecutor.submit = run_here  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's tables of names and shards; see `served_layout.py`. It has no table of experts."""
+"""SGLang's tables of names, shards and experts; see `served_layout.py`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from sglang.srt.layers.linear import (
@@ -12,7 +14,7 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ..served_layout import Layers, ServedLayout
+from ..served_layout import EXPERT_NAMES, Experts, Layers, ServedLayout, Slot
 
 LAYERS = Layers(
     ColumnParallelLinear,
@@ -25,7 +27,30 @@ LAYERS = Layers(
 
 def served_layout(model: torch.nn.Module) -> ServedLayout:
     """Return the tables of a model of SGLang."""
-    return ServedLayout(model, LAYERS, packed_modules(model))
+    return ServedLayout(model, LAYERS, packed_modules(model), EXPERTS)
+
+
+def _slots(layer: Any) -> list[Slot]:
+    return [
+        slot for names in EXPERT_NAMES for slot in layer.make_expert_params_mapping(*names, layer.num_experts)
+    ]
+
+
+def _stacked(layer: Any) -> dict[str, str]:
+    biases = ("gate_up_proj_bias", "down_proj_bias")
+    table = layer.make_expert_params_mapping_fused("gate_up_proj", "down_proj", *biases)
+    return {
+        published.removeprefix("experts."): parameter.removeprefix("experts.")
+        for parameter, published, _ in table
+    }
+
+
+EXPERTS = Experts(
+    _slots,
+    lambda layer: (layer.moe_tp_rank, layer.moe_tp_size),
+    lambda layer: bool(getattr(layer.quant_method, "load_up_proj_weight_first", False)),
+    _stacked,
+)
 
 
 def packed_modules(model: torch.nn.Module) -> dict[str, list[str]]:

@@ -18,9 +18,9 @@ from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME, sglang_l
 from ....errors import ProofError, WeightSyncError
 from ....weight_sync.copy_plan import view_of
 from ....weight_sync.element_map import ElementMap, Piece, View
-from ....weight_sync.engine_adapter import Delivered
+from ....weight_sync.engine_adapter import Delivered, Expected
 from ....weight_sync.manifest import Manifest, TensorEntry
-from ..served_layout import parts_of
+from ..served_layout import parts_of, rank_and_size
 from .layout import LAYERS
 
 ALL_LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -96,7 +96,7 @@ class ServedAdapter:
         for entry in manifest.tensors:
             served[entry.name], source = self._served(entry, slot)
             pieces[entry.name] = (Piece(source, entry.name, view_of(served[entry.name])),)
-        return Delivered(served, ElementMap(pieces), lambda entry: None)
+        return Delivered(served, ElementMap(pieces), lambda entry: Expected(pieces[entry.name]))
 
     def _served(self, entry: TensorEntry, slot: int) -> tuple[torch.Tensor, View]:
         """Return this rank's share of a matrix, and which part of the published one it is.
@@ -108,20 +108,20 @@ class ServedAdapter:
             raise ProofError(f"{entry.name} was published but no layer of the engine takes it")
         layer, index = self._places[module]
         base, whole = layer.base_layer, View.whole(entry.shape)
-        row = isinstance(base, LAYERS.row)
+        row, rank = isinstance(base, LAYERS.row), rank_and_size(base)[0]
 
         if leaf.startswith("A"):
             size = entry.shape[0]
             held = _buffer(layer, "A")[slot].narrow(0, index * size, size)
             columns = held.shape[1]
-            return held, whole.narrow(1, base.tp_rank * columns, columns) if row else whole
+            return held, whole.narrow(1, rank * columns, columns) if row else whole
 
         held = _buffer(layer, "B")[slot][:, : entry.shape[1]]
         if row:
             return held, whole
         parts = list(parts_of(base, LAYERS).values())
         start, part = sum(one.served for one in parts[:index]), parts[index]
-        source = whole.narrow(0, base.tp_rank // part.replicas * part.served, part.served)
+        source = whole.narrow(0, rank // part.replicas * part.served, part.served)
         return held.narrow(0, start, part.served), source
 
 

@@ -32,9 +32,10 @@ from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
 from ....weight_sync.standby_conversion import Convert, Named
 from ....weight_sync.standby_version import Ended, ignore
-from ..served_layout import served_tensors
+from ..served_layout import parts_of
+from ..served_tensors import require_fresh_products, served_tensors
 from .block_fp8 import BlockFp8
-from .layout import served_layout
+from .layout import LAYERS, served_layout
 
 
 def keep_weights_unpacked() -> None:
@@ -86,6 +87,7 @@ class VllmAdapter(RecordingAdapter):
             return  # `seal` does this part, since it may change the layout of what is proved
         for served, config in self._worker._iter_all_models_with_config():
             process_weights_after_loading(served, config, self._device)
+            require_fresh_products(served)
 
     def expected(self, entry: TensorEntry) -> Expected | None:
         return self._table.expected(entry)
@@ -128,13 +130,17 @@ class VllmAdapter(RecordingAdapter):
         """Describe the tensors that the layers compute with, by published name."""
         adapters = self._worker.model_runner.lora_manager._adapter_manager
         served = served_adapter(adapters, manifest, VLLM_LORA_INT_ID)
-        pieces = {entry.name: (_shard(entry, served[entry.name]),) for entry in manifest.tensors}
+        places = _places(adapters)
+        pieces = {
+            entry.name: (_shard(entry, served[entry.name], _replicas(entry, places)),)
+            for entry in manifest.tensors
+        }
         scaling = PEFTHelper.from_dict(json.loads(config)).vllm_lora_scaling_factor
         dtype = adapters.lora_config.lora_dtype
         converted: dict[str, Conversion] = {
             name: _Scale(scaling, dtype) for name in served if ".lora_B." in name
         }
-        return Delivered(served, ElementMap(pieces), lambda entry: None, converted)
+        return Delivered(served, ElementMap(pieces), lambda entry: Expected(pieces[entry.name]), converted)
 
 
 class _Scale:
@@ -147,10 +153,21 @@ class _Scale:
         return values.to(self._dtype) * self._factor if self._factor != 1 else values
 
 
-def _shard(entry: TensorEntry, served: torch.Tensor) -> Piece:
+def _replicas(entry: TensorEntry, places: Mapping[str, tuple[Any, int]]) -> int:
+    """Return the number of neighbouring ranks that have the same rows of an adapter's second matrix."""
+    module, leaf = _module_of(entry)
+    layer, index = places[module]
+    base = layer.base_layer
+    if leaf.startswith("A") or not isinstance(base, LAYERS.column):
+        return 1
+    return list(parts_of(base, LAYERS).values())[index].replicas
+
+
+def _shard(entry: TensorEntry, served: torch.Tensor, replicas: int) -> Piece:
     """Return the shard of an adapter's matrix, which is split along one axis at most."""
     source = View.whole(entry.shape)
-    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    rank = get_tensor_model_parallel_rank() // replicas
+    size = get_tensor_model_parallel_world_size() // replicas
     for axis, (whole, held) in enumerate(zip(entry.shape, served.shape, strict=True)):
         if held != whole:
             if held * size != whole:
@@ -193,15 +210,10 @@ def served_adapter(adapters: Any, described: Manifest, adapter: int) -> dict[str
     """
     if adapter not in adapters.lora_index_to_id:
         raise ProofError(f"v{described.version}: the adapter is not active")
-    slot = adapters.lora_index_to_id.index(adapter)
-    places = {name: (layer, 0) for name, layer in adapters.modules.items()}
-    for name, layer in adapters.modules.items():
-        parent, _, leaf = name.rpartition(".")
-        for index, part in enumerate(adapters.packed_modules_mapping.get(leaf, [])):
-            places[f"{parent}.{part}"] = (layer, index)
+    slot, places = adapters.lora_index_to_id.index(adapter), _places(adapters)
     served = {}
     for entry in described.tensors:
-        module, _, leaf = entry.name.removeprefix("base_model.model.").rpartition(".lora_")
+        module, leaf = _module_of(entry)
         if module not in places:
             raise ProofError(f"{entry.name} was published but no layer of the engine takes it")
         layer, index = places[module]
@@ -211,3 +223,19 @@ def served_adapter(adapters: Any, described: Manifest, adapter: int) -> dict[str
         rank_of_adapter = entry.shape[0] if leaf.startswith("A") else entry.shape[1]
         served[entry.name] = whole[:rank_of_adapter] if leaf.startswith("A") else whole[:, :rank_of_adapter]
     return served
+
+
+def _places(adapters: Any) -> dict[str, tuple[Any, int]]:
+    """Return the layer of each published module, and which part of a fused layer the module is."""
+    places = {name: (layer, 0) for name, layer in adapters.modules.items()}
+    for name, layer in adapters.modules.items():
+        parent, _, leaf = name.rpartition(".")
+        for index, part in enumerate(adapters.packed_modules_mapping.get(leaf, [])):
+            places[f"{parent}.{part}"] = (layer, index)
+    return places
+
+
+def _module_of(entry: TensorEntry) -> tuple[str, str]:
+    """Return the module of an adapter's matrix, and the end of its name, which begins with A or B."""
+    module, _, leaf = entry.name.removeprefix("base_model.model.").rpartition(".lora_")
+    return module, leaf

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -12,7 +14,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ..served_layout import Layers, ServedLayout
+from ..served_layout import EXPERT_NAMES, Experts, Layers, ServedLayout, Slot
 
 LAYERS = Layers(
     ColumnParallelLinear,
@@ -25,4 +27,26 @@ LAYERS = Layers(
 
 def served_layout(model: torch.nn.Module) -> ServedLayout:
     """Return the tables of a model of vLLM."""
-    return ServedLayout(model, LAYERS, getattr(model, "packed_modules_mapping", None) or {})
+    packed = getattr(model, "packed_modules_mapping", None) or {}
+    experts = Experts(
+        lambda layer: _slots(model, layer), _rank_and_size, lambda layer: False, lambda layer: {}
+    )
+    return ServedLayout(model, LAYERS, packed, experts)
+
+
+def _slots(model: torch.nn.Module, layer: Any) -> list[Slot]:
+    if hasattr(layer, "get_expert_mapping"):
+        of_layer: list[Slot] = layer.get_expert_mapping()
+        return of_layer
+    experts = layer.moe_config.num_logical_experts
+    redundant = layer.moe_config.num_experts - experts
+    return [
+        slot
+        for names in EXPERT_NAMES
+        for slot in layer.make_expert_params_mapping(model, *names, experts, redundant)
+    ]
+
+
+def _rank_and_size(layer: Any) -> tuple[int, int]:
+    parallel = layer.moe_config.moe_parallel_config
+    return parallel.tp_rank, parallel.tp_size

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines' own tables explain the models that users train, and notice what a wrong loader does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import Load
+from tests.fakes.engine_trees import run_with, tree_of
+from tests.fakes.layout_coverage import MODELS
+
+LEAST = 0.95
+OTHERS = (
+    ("vllm", "0.24.0"),
+    ("vllm", "0.32.0"),
+    ("vllm", "0.33.0"),
+    ("sglang", "0.5.18"),
+    ("sglang", "0.5.23"),
+)
+CANNOT_LOAD = {("vllm", "0.24.0"): {"gpt-oss": "KeyError: 'layers.0.mlp.experts.w13_weight'"}}
+"""Models that a version's own loader cannot load in bfloat16, and how it fails."""
+
+
+@pytest.mark.real_engine
+@pytest.mark.parametrize(
+    ("engine", "version"),
+    [("vllm", ""), ("sglang", ""), *(pytest.param(*one, marks=pytest.mark.nightly) for one in OTHERS)],
+)
+def test_the_tables_explain_each_model_and_notice_each_fault(
+    engine: str, version: str, tmp_path: Path
+) -> None:
+    tree = tree_of(engine, version) if version else None
+    if version and tree is None:
+        pytest.skip(f"no {engine} {version}; run_scripts/engine_trees.sh {engine}-{version} fetches it")
+    done = run_with(tree, "tests.fakes.layout_coverage", engine, str(tmp_path))
+    lines = [line.removeprefix("REPORT ") for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    reports = {report["model"]: report for report in map(json.loads, lines)}
+    assert tuple(reports) == MODELS, done.stderr[-3000:]
+    for model, why in CANNOT_LOAD.get((engine, version), {}).items():
+        assert why in reports.pop(model)["error"]
+    for model, report in reports.items():
+        assert "error" not in report, f"{model}: {report['error']}"
+        assert report["share"] >= LEAST, f"{model}: {report}"
+        assert not report["missed"], f"{model}: {report}"
+        assert len(report["seen"]) >= 2, report
+
+
+@pytest.fixture(scope="module")
+def layout(load: Load) -> Any:
+    return load("recipe.async_pipeline.verl_bridge.rollout.served_layout")
+
+
+@pytest.mark.parametrize(
+    ("method", "mapped", "wanted"),
+    [
+        ("_map_name_with_shard", ("fused", "q"), ("fused", "q")),
+        ("_map_name_with_shard", ("fused", ["k", "v"]), ("fused", ["k", "v"])),
+        ("_map_name_with_shard", None, None),
+        ("map_name", "renamed", ("renamed", None)),
+        ("_map_name", "renamed", ("renamed", None)),
+        ("_map_name", None, None),
+    ],
+)
+def test_a_mapper_is_called_by_the_method_that_it_has(
+    layout: Any, method: str, mapped: Any, wanted: Any
+) -> None:
+    mapper = SimpleNamespace(**{method: lambda name: mapped})
+    assert layout.mapped_name(mapper, "name") == wanted
+
+
+def test_a_mapper_without_a_known_method_is_an_error(layout: Any) -> None:
+    with pytest.raises(AttributeError, match="_map_name_with_shard"):
+        layout.mapped_name(SimpleNamespace(), "name")
