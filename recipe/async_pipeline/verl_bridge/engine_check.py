@@ -39,7 +39,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def saying(weights: Weights, token: int) -> dict[str, torch.Tensor]:
-    """Return weights of a model that generates `token` after any prompt, and differ from those of others."""
+    """Return weights of a model that generates `token` after any prompt; other tokens have other weights."""
     said = {}
     for name, value in weights.items():
         if name.endswith("lm_head.weight") or "o_proj" in name or "down_proj" in name:

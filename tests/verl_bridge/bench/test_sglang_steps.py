@@ -14,11 +14,21 @@ from recipe.async_pipeline.bench.stalls import STEP
 from recipe.async_pipeline.verl_bridge.bench.sglang_steps import timed_scheduler
 
 
+class Group:
+    """Of SGLang's ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+
 class Scheduler:
     """The one method of SGLang's that is timed."""
 
     def __init__(self, rank: int) -> None:
-        self.tp_rank = rank
+        self.tp_cpu_group = Group(rank)
 
     def run_batch(self, batch: str, proxy: str | None = None) -> str:
         if batch == "broken":

@@ -25,7 +25,7 @@ def timed_scheduler(scheduler_class: Any) -> Any:
     class TimedScheduler(scheduler_class):  # type: ignore[misc]
         def run_batch(self, *args: Any, **kwargs: Any) -> Any:
             # The ranks of one engine make the same steps.
-            if self.tp_rank:
+            if self.tp_cpu_group.rank():
                 return super().run_batch(*args, **kwargs)
             with of_this_job().measure(STEP, pid=os.getpid()):
                 return super().run_batch(*args, **kwargs)

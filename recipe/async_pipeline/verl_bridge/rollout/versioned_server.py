@@ -281,8 +281,9 @@ class VersionedServer(ControlCalls):
             ),
             return_exceptions=True,  # no rank may still copy when this returns
         )
-        for error in filter(None, ends):
-            raise error
+        for end in ends:
+            if end is not None:
+                raise end
 
     @control(LOAD)
     async def staged(self, boards: Sequence[str], version: int) -> None:

@@ -29,7 +29,7 @@ def worker(executor: Any = "mp", **of_runner: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kept", "runner"), [("input_batch", "V1"), ("req_states", "V2")])
-def test_both_runners_are_told_apart(kept: str, runner: str) -> None:
+def test_the_runner_is_known_by_its_states(kept: str, runner: str) -> None:
     facts = engine_facts(worker(**{kept: object()}))
     assert facts == {
         "model runner": f"{runner} (types.SimpleNamespace)",

@@ -13,6 +13,7 @@ FILES: Mapping[str, str] = {
     "verl_bridge/engine_check.py": "verify_gpu.sh",
     "verl_bridge/bench/sglang_steps.py": "benchmarks",
     "verl_bridge/rollout/served_layout.py": "proof",
+    "verl_bridge/rollout/served_tensors.py": "proof",
     "verl_bridge/rollout/sglang/adapter.py": "weight load",
     "verl_bridge/rollout/sglang/arguments.py": "start of an engine on a CPU",
     "verl_bridge/rollout/sglang/calls.py": "weight load",
@@ -102,9 +103,14 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sglang.srt.models.llama:LlamaForCausalLM": ("bitsandbytes_stacked_params_mapping",),
         "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM": ("packed_modules_mapping",),
         "sglang.srt.layers.linear": ("'output_dim'", "'input_dim'"),
-        "sglang.srt.layers.linear:ColumnParallelLinear": ("tp_rank", "tp_size", "output_size"),
+        "sglang.srt.layers.linear:ColumnParallelLinear": (
+            "tp_rank | tp_group",
+            "tp_size | tp_group",
+            "output_size",
+        ),
+        "sglang.srt.distributed.parallel_state:GroupCoordinator": ("rank_in_group", "world_size"),
         "sglang.srt.layers.linear:MergedColumnParallelLinear": ("output_sizes",),
-        "sglang.srt.layers.linear:RowParallelLinear": ("tp_rank",),
+        "sglang.srt.layers.linear:RowParallelLinear": ("tp_rank | tp_group",),
         "sglang.srt.layers.linear:QKVParallelLinear": (
             "num_heads",
             "num_kv_heads",
@@ -119,6 +125,25 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "org_vocab_start_index",
             "org_vocab_end_index",
         ),
+    },
+    "proof of latent attention": {
+        "sglang.srt.models.deepseek_v2": ("'kv_b_proj'", "'w_kc'"),
+        "sglang.srt.layers.linear": ("'weight'",),
+    },
+    "proof of experts": {
+        "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE": (
+            "make_expert_params_mapping",
+            "make_expert_params_mapping_fused",
+            "_map_global_expert_id_to_local_expert_id",
+            "num_experts",
+            "num_fused_shared_experts",
+            "_num_global_routed",
+            "moe_tp_rank",
+            "moe_tp_size",
+            "quant_method",
+            "use_triton_kernels",
+        ),
+        "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod": ("load_up_proj_weight_first",),
     },
     "LoRA": {
         "sglang.srt.managers.scheduler:Scheduler": ("enable_lora",),
@@ -168,7 +193,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "benchmarks": {
-        "sglang.srt.managers.scheduler:Scheduler": ("run_batch", "tp_rank"),
+        "sglang.srt.managers.scheduler:Scheduler": ("run_batch", "tp_cpu_group"),
     },
     "verify_gpu.sh": {
         "sglang.srt.entrypoints.engine:Engine": ("generate", "server_args"),

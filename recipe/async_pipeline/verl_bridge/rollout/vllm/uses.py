@@ -13,6 +13,7 @@ FILES: Mapping[str, str] = {
     "verl_bridge/engine_check.py": "verify_gpu.sh",
     "verl_bridge/bench/weight_sync_worker.py": "benchmarks",
     "verl_bridge/rollout/served_layout.py": "proof",
+    "verl_bridge/rollout/served_tensors.py": "proof",
     "verl_bridge/rollout/vllm/adapter.py": "weight load",
     "verl_bridge/rollout/vllm/block_fp8.py": "fp8",
     "verl_bridge/rollout/vllm/engine.py": "generation",
@@ -94,8 +95,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "proof": {
         "vllm.model_executor.models.llama:LlamaForCausalLM": ("packed_modules_mapping",),
         "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration": ("hf_to_vllm_mapper",),
-        "vllm.model_executor.models.utils": ("!ShardIds",),
-        "vllm.model_executor.models.utils:WeightsMapper": ("_map_name_with_shard",),
+        "vllm.model_executor.models.utils:WeightsMapper": ("_map_name_with_shard | map_name | _map_name",),
         "vllm.model_executor.layers.linear": ("'output_dim'", "'input_dim'"),
         "vllm.model_executor.layers.linear:ColumnParallelLinear": ("tp_rank", "tp_size", "output_size"),
         "vllm.model_executor.layers.linear:MergedColumnParallelLinear": ("output_sizes",),
@@ -121,15 +121,24 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "'_prob_scale'",
         ),
     },
+    "proof of latent attention": {
+        "vllm.model_executor.layers.attention.mla_attention:MLAAttention": ("kv_b_proj",),
+        "vllm.model_executor.layers.attention.mla_attention": ("'W_UK_T'", "'W_UV'"),
+        "vllm.model_executor.layers.linear": ("'weight'",),
+    },
     "proof of experts": {
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": ("routed_experts",),
         "vllm.model_executor.layers.fused_moe.routed_experts": ("'is_transposed'",),
         "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": (
-            "get_expert_mapping",
+            "get_expert_mapping | make_expert_params_mapping",
             "_map_global_expert_id_to_local_expert_id",
             "moe_config",
         ),
-        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": ("moe_parallel_config",),
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": (
+            "moe_parallel_config",
+            "num_experts",
+            "num_logical_experts",
+        ),
         "vllm.model_executor.layers.fused_moe.config:FusedMoEParallelConfig": ("tp_rank", "tp_size"),
     },
     "fp8": {
@@ -183,7 +192,6 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "_intermediate_alignment",
             "isa",
         ),
-        "vllm.model_executor.layers.fused_moe.experts.cpu_moe": ("CPUUnquantizedExperts",),
         "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": ("intermediate_size_per_partition",),
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": ("'w13_weight'", "'w2_weight'"),
         "vllm._custom_ops": ("cpu_prepack_moe_weight",),
