@@ -125,7 +125,7 @@ class ModelRank(RecordingAdapter):
     def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
         model: Any = self.model
         with set_current_vllm_config(self.config), as_rank(self.rank, self.size):
-            model.load_weights(iter(list(piece)))
+            model.load_weights(iter([named for named in piece if not self._table.is_alias(named[0])]))
 
     def finish(self) -> None:
         pass

@@ -93,6 +93,13 @@ class ServedLayout:
         self._packed = {**FUSED, **packed}
         self._slots: dict[Any, dict[str, list[tuple[str, int, str]]]] = {}
         """The table of experts of each layer, by the start of published names."""
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self._aliases = every.keys() - dict(model.named_parameters()).keys()
+
+    def is_alias(self, name: str) -> bool:
+        """Return whether a published tensor is the second name of another one, e.g. a head that is tied."""
+        found = self._descend(name)
+        return found is not None and found[0] is None and f"{found[1]}{found[2]}" in self._aliases
 
     def expected(self, entry: TensorEntry) -> Expected | None:
         """Return where a tensor belongs, or None if the tables do not say."""

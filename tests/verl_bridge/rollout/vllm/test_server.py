@@ -70,7 +70,7 @@ class Memories:
 @pytest.fixture
 def server(module: ModuleType) -> Any:
     one = object.__new__(module.PipelineVLLMServer)
-    one.replica_rank, one.global_steps = 0, None
+    one.replica_rank, one.node_rank, one.global_steps = 0, 0, None
     one.engine = SimpleNamespace(errored=False)
     one._preparation, one._committing, one._report = Preparation("replica 0"), asyncio.Lock(), None
     one._open, one._versioned, one.prepared = OpenTime(), Engine(), []

@@ -66,7 +66,10 @@ class VllmAdapter(RecordingAdapter):
         return piece if self._fp8 is None else self._fp8.convert_piece(piece, self._device)
 
     def load(self, piece: Sequence[Named]) -> None:
-        """Load buffers by their names, as verl does, and all others through the model."""
+        """Load buffers by their names, as verl does, and all others through the model.
+
+        vLLM skips second names of tied tensors, and newer versions fail if the first one is in another piece.
+        """
         buffers = dict(self._model.named_buffers())
         for name, tensor in piece:
             if name in buffers:
@@ -76,7 +79,9 @@ class VllmAdapter(RecordingAdapter):
                         f"but is served as {tuple(buffers[name].shape)}"
                     )
                 buffers[name].copy_(tensor)
-        rest = [named for named in piece if named[0] not in buffers]
+        rest = [
+            (name, tensor) for name, tensor in piece if name not in buffers and not self._table.is_alias(name)
+        ]
         if self._fp8 is not None:
             self._fp8.load(rest)
         else:
