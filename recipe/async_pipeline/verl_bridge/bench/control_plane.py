@@ -51,6 +51,10 @@ _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_cla
 class IdleReplica(BoundedReplica, RolloutReplica):  # type: ignore[misc]
     """A replica of one `IdleServer`, without devices."""
 
+    def __init__(self, *args: Any, turn: object, **kwargs: Any) -> None:
+        """`turn`: see `StandaloneReplica`; without devices there is nothing to wait for."""
+        super().__init__(*args, **kwargs)
+
     async def init_standalone(self) -> None:
         """Start the server."""
         await self.launch_servers()
