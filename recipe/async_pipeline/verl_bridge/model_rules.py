@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from omegaconf import DictConfig, OmegaConf
 
 from ..config.adapters import publishes_adapters
+from ..contract.engines import find_spec
 from ..errors import ConfigError
 from .engine_arguments import check_argument_names, check_engine_names
 from .expert_backends import check_expert_kernels
