@@ -13,7 +13,6 @@ from ..contract import engines
 from ..contract.engines import Difference
 from ..errors import ConfigError
 from ..patching import series
-from .cpu_platform import is_cpu
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -29,7 +28,7 @@ def check_engine(config: DictConfig, mode: str) -> str | None:
     if engine is None:
         return None
     contract = engines.load(series.patches_dir())[name]
-    found = engines.breaking_runs(engine, contract, cpu=is_cpu())
+    found = engines.breaking_runs(engine, contract, cpu=config.trainer.device == "cpu")
     breaks = [one for one in found if _concerns(config, one)]
     if not breaks:
         return None
