@@ -105,17 +105,17 @@ def test_a_fork_is_another_owner_and_does_not_keep_its_parents_segments() -> Non
     code = "os.fork() or (own(), time.sleep(600)); "
     with owner(code) as (parents, process):
         assert process.stdout is not None
-        childs = Path(process.stdout.readline().strip())
+        inherited = Path(process.stdout.readline().strip())
         try:
-            assert childs.name.split("-")[1] != parents.name.split("-")[1]
+            assert inherited.name.split("-")[1] != parents.name.split("-")[1]
             process.kill()
             process.wait()
             swept = sweep_orphans()
-            assert parents.name in swept and childs.name not in swept
-            os.kill(int(childs.name.split("-")[2]), signal.SIGKILL)
-            assert is_swept_soon(childs)
+            assert parents.name in swept and inherited.name not in swept
+            os.kill(int(inherited.name.split("-")[2]), signal.SIGKILL)
+            assert is_swept_soon(inherited)
         finally:
-            childs.unlink(missing_ok=True)
+            inherited.unlink(missing_ok=True)
 
 
 @pytest.fixture
