@@ -3,6 +3,8 @@
 # Set up a CPU machine: .venv with the locked stack, verl fetched and patched, both importable.
 #
 #   bash run_scripts/setup.sh
+#   bash run_scripts/setup.sh --engine vllm-0.32   .cache/engines/vllm-0.32 instead of .venv: the same stack with another
+#                                                  release of an engine (run_scripts/engines/)
 #
 # A step is skipped if its inputs have not changed, so a second run takes a second or two. Settings:
 #   PYTHON                      the interpreter (default: python3.11, the one that the lock was resolved for)
@@ -19,8 +21,16 @@ if help_wanted "$@"; then
   print_header "${BASH_SOURCE[0]}"
   exit
 fi
-if [ "$#" -gt 0 ]; then
-  echo "setup.sh: there are no options but --help, got $1" >&2
+ENGINES="$ROOT/run_scripts/engines"
+ENGINE=""
+if [ "${1:-}" = --engine ]; then
+  ENGINE="${2:-}"
+  if [ "$#" -ne 2 ] || [ ! -f "$ENGINES/$ENGINE.txt" ]; then
+    echo "setup.sh: --engine must be one of $(basename -s .txt "$ENGINES"/*.txt | paste -sd ' '), got '${*:2}'" >&2
+    exit 2
+  fi
+elif [ "$#" -gt 0 ]; then
+  echo "setup.sh: the options are --engine NAME and --help, got $1" >&2
   exit 2
 fi
 
@@ -28,17 +38,29 @@ VENV="$ROOT/.venv"
 LOCK="$ROOT/run_scripts/cpu.lock.txt"
 MEGATRON="$ROOT/run_scripts/cpu.megatron.txt"
 STAMPS="$ROOT/.cache/setup"
-LOG="$STAMPS/setup.log"
+ONE_AT_A_TIME="$STAMPS/lock"
 STEPS=6
 cd "$ROOT"
+if [ -n "$ENGINE" ]; then
+  VENV="$ROOT/.cache/engines/$ENGINE"
+  STAMPS="$STAMPS/$ENGINE"
+fi
+LOG="$STAMPS/setup.log"
 mkdir -p "$STAMPS"
 
 # Two concurrent set-ups would overwrite each other.
 if command -v flock >/dev/null; then
-  exec 9>"$STAMPS/lock"
+  exec 9>"$ONE_AT_A_TIME"
   flock 9
 fi
 : >"$LOG"
+
+if [ -n "$ENGINE" ]; then
+  # The lines of the engine's file take the place of the lock's, by name.
+  awk -F== '{ name = $1; sub(/\[.*/, "", name) } NR == FNR { if (NF > 1) { own[name]; print } next } !(name in own)' \
+    "$ENGINES/$ENGINE.txt" "$LOCK" >"$STAMPS/lock.txt"
+  LOCK="$STAMPS/lock.txt"
+fi
 
 die() {
   printf '\nsetup: %s\n' "$*" >&2

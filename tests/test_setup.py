@@ -114,6 +114,14 @@ def test_the_smoke_script_refuses_what_it_does_not_have(words: list[str], error:
     assert error in done.stderr
 
 
+def test_setup_refuses_an_engine_that_it_does_not_have() -> None:
+    script = REPOSITORY / "run_scripts" / "setup.sh"
+    command = ["bash", str(script), "--engine", "vllm-0.1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "--engine must be one of vllm-0.32, got 'vllm-0.1'" in done.stderr
+
+
 def test_the_virtual_environment_of_an_agent_is_made_once_for_its_requirements(tmp_path: Path) -> None:
     script, wanted = tmp_path / "run_scripts" / "agent_venv.sh", tmp_path / "some_agent.txt"
     script.parent.mkdir()

@@ -2,7 +2,7 @@
 """The Python of other versions of an engine, unpacked from its wheels, on a machine without a GPU.
 
 A tree is a folder such as `vllm-0.24.0` with the package in it. It is looked for in the folder that
-ASYNC_PIPELINE_ENGINE_TREES names, then in `.cache/engines`, which `run_scripts/engine_trees.sh` fills.
+ASYNC_PIPELINE_ENGINE_TREES names, or else in `.cache/engines`; `run_scripts/engine_trees.sh` fetches it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ FOLDER, TREE = "ASYNC_PIPELINE_ENGINE_TREES", "ASYNC_PIPELINE_ENGINE_TREE"
 """Variables of the environment: where trees are, and the one that a program runs with."""
 
 
-def tree_of(engine: str, version: str) -> Path | None:
-    """Return the folder to put on the path for a version of an engine, or None if it is not there."""
-    folders = (os.environ.get(FOLDER), str(REPOSITORY / ".cache" / "engines"))
-    trees = (Path(folder) / f"{engine}-{version}" for folder in folders if folder)
-    return next((tree for tree in trees if (tree / engine).is_dir()), None)
+def tree_of(engine: str, version: str) -> Path:
+    """Return the folder to put on the path for a version of an engine; fetch it if it is not there."""
+    folder = Path(os.environ.get(FOLDER) or REPOSITORY / ".cache" / "engines")
+    tree = folder / f"{engine}-{version}"
+    if not (tree / engine).is_dir():
+        script = REPOSITORY / "run_scripts" / "engine_trees.sh"
+        environment = {**os.environ, "ASYNC_PIPELINE_TEST_PYTHON": sys.executable}
+        subprocess.run(["bash", str(script), tree.name], env=environment, check=True)
+    return tree
 
 
 def run_with(tree: Path | None, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
