@@ -47,7 +47,7 @@ setup(
     packages=find_namespace_packages(include=["recipe.async_pipeline*"]),
     package_data={
         "recipe.async_pipeline": ["py.typed", "REQUIRED_VERL.txt"],
-        "recipe.async_pipeline.observe": ["report.css", "report.js"],
+        "recipe.async_pipeline.tools.report": ["report.css", "report.js"],
     },
     # Install patches and profiles into sysconfig's `data` folder, where an installation without a checkout
     # finds them.

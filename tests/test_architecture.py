@@ -34,7 +34,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
 
 STACK = {"verl", "ray", "transfer_queue", "vllm", "sglang"}
-MAY_IMPORT_STACK = ("verl_bridge/",)
+MAY_IMPORT_STACK = ("verl_bridge/", "lab/bench/jobs/")
 READS_FILES_ONLY = ("contract/", "patching/")
 """Must work on a verl that cannot be imported."""
 DECIDES = ("core/", "stages/", "strategies/")
@@ -50,7 +50,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "config/foreign_pools.py": "config/test_placement.py",
     "console.py": "cli/test_main.py",
     # A row of it, and how it is printed.
-    "cli/finding.py": "cli/test_doctor.py",
+    "tools/cli/finding.py": "tools/cli/test_doctor.py",
     # Nothing to call: classes without a body, and a protocol.
     "errors.py": "test_architecture.py",
     "core/trainer_protocol.py": "core/test_flow.py",
@@ -71,7 +71,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
         "gateway/test_dialects.py",
     ),
     # Separate processes.
-    "bench/gateway_clients.py": "bench/test_gateway.py",
+    "lab/bench/gateway_clients.py": "lab/bench/test_gateway.py",
     "agents/command_process.py": "agents/test_commands.py",
     # Constants of the table.
     **dict.fromkeys(
@@ -90,17 +90,17 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/trainer/run_loop.py": WHOLE_JOB,
     "verl_bridge/trainer/startup.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
-    "verl_bridge/bench/agent_loop.py": "e2e/test_bench.py",
-    "verl_bridge/bench/control_plane.py": "e2e/test_bench.py",
-    "verl_bridge/bench/control_plane_job.py": "e2e/test_bench.py",
-    "verl_bridge/bench/job.py": "e2e/test_bench.py",
-    "verl_bridge/bench/fully_async_job.py": "verl_bridge/bench/test_fully_async.py",
-    "verl_bridge/bench/weight_sync.py": "e2e/test_bench.py",
-    "verl_bridge/bench/weight_sync_job.py": "e2e/test_bench.py",
-    "verl_bridge/bench/sglang_backend.py": "e2e/test_bench.py",
-    "verl_bridge/bench/sglang_replicas.py": "e2e/test_bench.py",
-    "verl_bridge/bench/weight_sync_worker.py": "e2e/test_bench.py",
-    "verl_bridge/bench/probe.py": "e2e/test_bench.py",
+    "lab/bench/jobs/agent_loop.py": "e2e/test_bench.py",
+    "lab/bench/jobs/control_plane.py": "e2e/test_bench.py",
+    "lab/bench/jobs/control_plane_job.py": "e2e/test_bench.py",
+    "lab/bench/jobs/job.py": "e2e/test_bench.py",
+    "lab/bench/jobs/fully_async_job.py": "lab/bench/jobs/test_fully_async.py",
+    "lab/bench/jobs/weight_sync.py": "e2e/test_bench.py",
+    "lab/bench/jobs/weight_sync_job.py": "e2e/test_bench.py",
+    "lab/bench/jobs/sglang_backend.py": "e2e/test_bench.py",
+    "lab/bench/jobs/sglang_replicas.py": "e2e/test_bench.py",
+    "lab/bench/jobs/weight_sync_worker.py": "e2e/test_bench.py",
+    "lab/bench/jobs/probe.py": "e2e/test_bench.py",
     "weight_sync/keeper_state.py": "weight_sync/test_keeper.py",
     "weight_sync/standby_version.py": "weight_sync/test_standby_copy.py",
     "verl_bridge/rollout/vllm/replica.py": WHOLE_JOB,
@@ -233,7 +233,6 @@ LAYERS: Mapping[str, set[str]] = {
     "patching": set(),
     "contract": {"patching"},
     "diffusion": {"weight_sync"},
-    "toy": {"agents", "diffusion"},
     "stages": {"core"},
     "strategies": {"core"},
     "observe": {"core"},
@@ -242,16 +241,14 @@ LAYERS: Mapping[str, set[str]] = {
     "gateway": {"core"},
     "config": {"agents", "core", "strategies"},
     "checkpoint": {"config", "observe"},
-    "sim": {"config", "core", "observe", "strategies"},
-    "bench": {"core", "gateway", "observe", "toy", "weight_sync"},
-    "gpu_kit": {"observe", "weight_sync"},
-    "soak": {"agents", "bench", "core", "observe", "toy", "weight_sync"},
     "verl_bridge": {
-        *("agents", "bench", "checkpoint", "config", "contract", "core", "diffusion", "gateway", "observe"),
+        *("agents", "checkpoint", "config", "contract", "core", "diffusion", "gateway", "observe"),
         *("patching", "stages", "strategies", "weight_sync"),
     },
 }
-"""What each folder may import; the table in docs/architecture.md. `cli` may import all of them."""
+"""What each folder of a run may import; the table in docs/architecture.md. `cli` may import all of them."""
+UPPER_STOREYS = ("tools", "lab")
+"""What no run imports, from the lower to the upper storey."""
 
 
 def test_layers_import_what_is_below_them() -> None:
@@ -296,7 +293,12 @@ def test_diffusion_imports_libraries_of_models_when_it_uses_them() -> None:
     ] == []
 
 
-IMAGES = ("diffusion/", "toy/image_", "verl_bridge/rollout/diffusers/", "verl_bridge/workers/diffusion_")
+IMAGES = (
+    "diffusion/",
+    "lab/tasks/image_",
+    "verl_bridge/rollout/diffusers/",
+    "verl_bridge/workers/diffusion_",
+)
 
 
 def test_only_images_need_diffusers() -> None:
@@ -319,8 +321,18 @@ def test_the_gateway_imports_the_standard_library_and_its_wire() -> None:
     assert foreign == []
 
 
+def test_storeys_import_downwards_only() -> None:
+    def storey(folder: str) -> int:
+        return 1 + UPPER_STOREYS.index(folder) if folder in UPPER_STOREYS else 0
+
+    def forbidden(module: str, name: str) -> bool:
+        return name.startswith(f"{OWN_NAME}.") and storey(name.split(".")[2]) > storey(module.split("/")[0])
+
+    assert imported(MODULES, forbidden) == []
+
+
 def test_every_folder_has_a_layer_or_is_the_command_line() -> None:
-    assert {m.split("/")[0] for m in MODULES if "/" in m} == {*LAYERS, "cli"}
+    assert {m.split("/")[0] for m in MODULES if "/" in m} == {*LAYERS, "cli", *UPPER_STOREYS}
 
 
 def test_a_relative_import_is_resolved() -> None:

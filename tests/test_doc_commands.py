@@ -21,10 +21,10 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from recipe.async_pipeline.bench.arms import ARMS
-from recipe.async_pipeline.bench.workload import names
 from recipe.async_pipeline.cli.main import SUBCOMMANDS, build_parser
-from recipe.async_pipeline.cli.soak import kinds_of
+from recipe.async_pipeline.lab.bench.arms import ARMS
+from recipe.async_pipeline.lab.bench.workload import names
+from recipe.async_pipeline.lab.cli.soak import kinds_of
 from tests import REPOSITORY, tracked_files
 
 PAGES = [name for name in tracked_files() if name.endswith(".md")]

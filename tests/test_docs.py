@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipe.async_pipeline.bench.arms import ARMS
 from recipe.async_pipeline.cli.main import SUBCOMMANDS, build_parser
+from recipe.async_pipeline.lab.bench.arms import ARMS
 from tests import REPOSITORY
 
 DOCS = REPOSITORY / "docs"

@@ -24,15 +24,17 @@ Work on files and memory, without verl or Ray:
 
 Execution on verl and Ray, the only importer of both:
 
-    verl_bridge/   launch, and trainer/ agent_loop/ rollout/ workers/ reward/ bench/
+    verl_bridge/   launch, and trainer/ agent_loop/ rollout/ workers/ reward/
 
 Around a run:
 
-    observe/       event log, accounting of device-seconds, trace, advice, report
-    sim/           simulation in virtual time, profiles, the planner
-    bench/ soak/   measurements against verl's own trainers; fault injection
-    toy/           a task small enough to learn on two CPU cores
-    cli/           one file per subcommand of `async-pipeline`
+    observe/       what a run writes: event log, accounting of device-seconds, metrics, trace
+    cli/           the command `async-pipeline`, and its subcommands for a run
+
+Two storeys above, which no run imports:
+
+    tools/         before and after a run: plan/ (simulator, planner) report/ translate/, the doctor
+    lab/           what measures and proves: bench/ soak/ gpu_kit/, and tasks/ that two CPU cores learn
 
 Importing this package loads neither torch nor verl nor Ray.
 """

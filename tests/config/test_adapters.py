@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.config.adapters import adapter_rank, count_adapter_parameters, publishes_adapters
-from recipe.async_pipeline.toy.model import ModelSpec, MoeModelSpec, make_model
-from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from recipe.async_pipeline.lab.tasks.model import ModelSpec, MoeModelSpec, make_model
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.real_engine
 

@@ -13,7 +13,7 @@ from typing import Any
 from recipe.async_pipeline.agents.environment import Step
 from recipe.async_pipeline.agents.frozen_lake import FrozenLake
 from recipe.async_pipeline.agents.runners import Policy
-from recipe.async_pipeline.soak import lake_agent
+from recipe.async_pipeline.lab.soak import lake_agent
 
 KINDS = ("reset_raises", "reset_hangs", "step_raises", "step_hangs", "dies", "exits")
 ONE_IN = 8

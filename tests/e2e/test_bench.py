@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.bench.arms import ENGINES
-from recipe.async_pipeline.bench.weight_sync_jobs import Engines, make_task, run_ways
+from recipe.async_pipeline.lab.bench.arms import ENGINES
+from recipe.async_pipeline.lab.bench.weight_sync_jobs import Engines, make_task, run_ways
 from tests.e2e.job import ROOT, Job, check_clean_end, check_events
 from tests.fakes.private_mounts import may_unshare
 

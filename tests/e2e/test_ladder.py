@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from recipe.async_pipeline.gpu_kit.ladder import COMPARED, LOOP
+from recipe.async_pipeline.lab.gpu_kit.ladder import COMPARED, LOOP
 from tests.e2e.job import ROOT, check_clean_end, check_events, run_job, smoke_command
 from tests.e2e.weights import WITHOUT_GRADIENT, assert_same_weights, saved_weights
 

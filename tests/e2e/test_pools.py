@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from recipe.async_pipeline.gpu_kit.ladder import LOOP
+from recipe.async_pipeline.lab.gpu_kit.ladder import LOOP
 from tests import FAKES
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import Job, check_clean_end, check_events, run_job, smoke_command

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 
 
 class Family(NamedTuple):

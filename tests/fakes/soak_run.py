@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipe.async_pipeline.soak.job import SoakFailed, SoakJob
+from recipe.async_pipeline.lab.soak.job import SoakFailed, SoakJob
 
 
 def record(event: str, **fields: Any) -> dict[str, Any]:

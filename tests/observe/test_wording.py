@@ -27,7 +27,7 @@ REASONS = [f"{kind}_{role}" for kind in ("compute", "wait", "lease") for role in
     "start_up",
     "none",
 ]
-STYLE = files("recipe.async_pipeline.observe").joinpath("report.css").read_text(encoding="utf-8")
+STYLE = files("recipe.async_pipeline.tools.report").joinpath("report.css").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("reason", REASONS)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.toy.calculator import CALL, result_of
-from recipe.async_pipeline.toy.calculator_build import TOOLS
-from recipe.async_pipeline.toy.calculator_reward import compute_score
-from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from recipe.async_pipeline.lab.tasks.calculator import CALL, result_of
+from recipe.async_pipeline.lab.tasks.calculator_build import TOOLS
+from recipe.async_pipeline.lab.tasks.calculator_reward import compute_score
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine

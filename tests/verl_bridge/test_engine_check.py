@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.async_pipeline.toy.untrained import main as save_untrained
+from recipe.async_pipeline.lab.tasks.untrained import main as save_untrained
 from recipe.async_pipeline.verl_bridge import engine_check
 from recipe.async_pipeline.verl_bridge.engine_check import VERSIONS, main, saying
 

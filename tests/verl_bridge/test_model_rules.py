@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.bench.weight_sync_jobs import TIMED
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.lab.bench.weight_sync_jobs import TIMED
 from tests import REPOSITORY
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke, refused

@@ -41,15 +41,15 @@ class Subcommand(NamedTuple):
 
 SUBCOMMANDS: dict[str, Subcommand] = {
     "bench": Subcommand(
-        "recipe.async_pipeline.cli.bench",
+        "recipe.async_pipeline.lab.cli.bench",
         "measure this package's strategies and verl's trainers side by side",
     ),
     "doctor": Subcommand(
-        "recipe.async_pipeline.cli.doctor",
+        "recipe.async_pipeline.tools.cli.doctor",
         "check the requirements of a run and print a remedy for each problem",
     ),
     "episodes": Subcommand(
-        "recipe.async_pipeline.cli.episodes", "print trained episodes of a run as text, the worst first"
+        "recipe.async_pipeline.tools.cli.episodes", "print trained episodes of a run as text, the worst first"
     ),
     "explain": Subcommand(
         "recipe.async_pipeline.cli.explain", "print the plan of a training command without starting Ray"
@@ -58,37 +58,37 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.cli.ledger", "verify that a run lost no prompt and trained none twice"
     ),
     "patch": Subcommand(
-        "recipe.async_pipeline.cli.patch",
+        "recipe.async_pipeline.tools.cli.patch",
         "fetch the pinned verl; apply, revert or refresh patches",
     ),
     "plan": Subcommand(
-        "recipe.async_pipeline.cli.plan",
+        "recipe.async_pipeline.tools.cli.plan",
         "search pools, strategy and lag for a profile; may advise against asynchrony",
     ),
     "profile": Subcommand(
-        "recipe.async_pipeline.cli.profile", "extract a profile from a run, for simulate and plan"
+        "recipe.async_pipeline.tools.cli.profile", "extract a profile from a run, for simulate and plan"
     ),
     "replicas": Subcommand(
         "recipe.async_pipeline.cli.replicas", "list, add or remove rollout replicas of a running run"
     ),
     "report": Subcommand(
-        "recipe.async_pipeline.cli.report", "write report.html for one run, or compare two runs"
+        "recipe.async_pipeline.tools.cli.report", "write report.html for one run, or compare two runs"
     ),
     "simulate": Subcommand(
-        "recipe.async_pipeline.cli.simulate",
+        "recipe.async_pipeline.tools.cli.simulate",
         "simulate the pipeline in virtual time on any number of devices",
     ),
     "soak": Subcommand(
-        "recipe.async_pipeline.cli.soak",
+        "recipe.async_pipeline.lab.cli.soak",
         "inject faults into the toy task on the real stack, and verify that nothing is lost",
     ),
-    "task": Subcommand("recipe.async_pipeline.cli.task", "make the model and the data of the smoke run"),
+    "task": Subcommand("recipe.async_pipeline.lab.cli.task", "make the model and the data of the smoke run"),
     "translate": Subcommand(
-        "recipe.async_pipeline.cli.translate",
+        "recipe.async_pipeline.tools.cli.translate",
         "translate a configuration of ROLL, rLLM or uni-agent, and say what becomes of every key",
     ),
     "verify-gpu": Subcommand(
-        "recipe.async_pipeline.cli.verify_gpu",
+        "recipe.async_pipeline.lab.cli.verify_gpu",
         "show within minutes what works on a machine with GPUs, and write a report",
     ),
     "watch": Subcommand(

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain hydra's complaints about a command line in one line, with the override to write instead."""
+"""Overrides of hydra: how a value is written in one, and its complaints about a command line in one line."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from .misplaced import unknown_key
 from .paths import OWN
@@ -35,3 +37,15 @@ def in_words(complaint: str, near: Callable[[str], str | None] = lambda path: No
             f"override into single ones, e.g. {EXAMPLE}"
         )
     return None
+
+
+def hydra_value(value: Any) -> str:
+    """Return a value in hydra's grammar, which is close to JSON but has unquoted keys."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{hydra_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(hydra_value, value)) + "]"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    # Within quotes, hydra treats a backslash as an escape only before a quote.
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"

@@ -27,7 +27,7 @@ from recipe.async_pipeline.agents.runners import Policy
 from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
 from recipe.async_pipeline.gateway.client import Client, claimed
-from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import (
     END,
     NOTED,

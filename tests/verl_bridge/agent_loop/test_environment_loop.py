@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
 from recipe.async_pipeline.agents.environment import EnvironmentSpec
 from recipe.async_pipeline.errors import ConfigError, EnvironmentFailed
-from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY
 from tests.conftest import Load
 from tests.fakes.environments import COUNTING

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine

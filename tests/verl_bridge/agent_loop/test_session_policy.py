@@ -12,7 +12,7 @@ import pytest
 
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.sessions import CannotAppend
-from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from tests.conftest import Load
 from tests.fakes.model_families import FAMILIES, tokenizer_of
 

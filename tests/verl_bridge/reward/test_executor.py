@@ -304,7 +304,9 @@ def test_a_missing_function_is_an_error(path: str, name: str) -> None:
 
 def test_a_function_of_a_package_is_loaded() -> None:
     assert (
-        Function("pkg://recipe.async_pipeline.toy.reward", "compute_score", {}).load()("toy", "46", "46")
+        Function("pkg://recipe.async_pipeline.lab.tasks.reward", "compute_score", {}).load()(
+            "toy", "46", "46"
+        )
         == 1.0
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 FILES: Mapping[str, str] = {
     "verl_bridge/engine_check.py": "verify_gpu.sh",
-    "verl_bridge/bench/weight_sync_worker.py": "benchmarks",
+    "lab/bench/jobs/weight_sync_worker.py": "benchmarks",
     "verl_bridge/rollout/served_layout.py": "proof",
     "verl_bridge/rollout/served_tensors.py": "proof",
     "verl_bridge/rollout/vllm/adapter.py": "weight load",

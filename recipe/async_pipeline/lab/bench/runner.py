@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run arms as jobs, in turns. A failed job is reported with its last error, and the others continue."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .arms import ARMS, ENGINES, hydra_overrides
+from .measure import Measured, NotEnoughSteps, measure
+from .spans import POLL_S, REFERENCE, SPANS_DIR, read_spans
+from .usage import EVERY_S, PARTS, Usage, UsageMeter
+from .workload import CONFIGS, DEFAULT_RESPONSES, Workload
+
+FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
+"""Interval at which verl's replay buffer polls for finished responses: in a comparison, and as shipped."""
+START_LIMIT_S, EACH_LIMIT_S = 900.0, 60.0
+"""Time limits of a job: for its start, and for each step or weight update that it counts."""
+AGENT_LOOPS: Mapping[str | None, str] = {
+    None: "recipe.async_pipeline.lab.bench.jobs.agent_loop.EpisodeLoop",
+    "frozen_lake": "recipe.async_pipeline.lab.bench.jobs.lake_loop.LakeLoop",
+}
+"""The agent loop of each environment of a workload."""
+IMAGE_LOOP = "recipe.async_pipeline.lab.bench.jobs.image_loop.ImageLoop"
+LOG = "job.log"
+PROGRESS_S = 30.0
+WATCH_S = 1.0
+_ERROR = re.compile(r"^\S*(?:Error|Exception|Violation|Timeout)\S*: .+")
+_PRINTED_BY = re.compile(r"^\s*[\d.]+ s  |^\([^)]*pid=\d+[^)]*\) ?")
+"""Prefixes that `watch` and Ray add to a line."""
+
+
+class Job(NamedTuple):
+    """One arm in one turn."""
+
+    arm: str
+    turn: int
+    poll_s: float
+    directory: Path
+    engine: str = ENGINES[0]
+
+
+class JobFailed(RuntimeError):
+    """A job ended with an error, or before its measured steps."""
+
+
+def jobs_in_turns(
+    arms: Sequence[str], repeats: int, root: Path, *, stock_poll: bool, engine: str = ENGINES[0]
+) -> list[Job]:
+    """Return the jobs in turns (A B C A B C).
+
+    With `stock_poll`, each trainer of verl runs one additional job with its polling interval as shipped.
+    """
+    turns = [
+        Job(arm, turn, FAST_POLL_S, root / f"{turn}-{arm}", engine)
+        for turn in range(1, repeats + 1)
+        for arm in arms
+    ]
+    if stock_poll:
+        turns += [
+            Job(arm, 0, STOCK_POLL_S, root / f"stock-poll-{arm}", engine)
+            for arm in arms
+            if not ARMS[arm].uses_pipeline
+        ]
+    return turns
+
+
+def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
+    """Return the overrides of a job for verl's entry point, and write the file of its agent loop."""
+    agents = job.directory / "agents.yaml"
+    loop: dict[str, Any] = {
+        "name": "bench_episode",
+        "_target_": AGENT_LOOPS[workload.episode.environment],
+        "episode": msgspec.to_builtins(workload.episode),
+        "seed": seed,
+    }
+    if workload.task == "image":
+        # In place of the loop that such a policy always has.
+        loop = {"name": "diffusion", "_target_": IMAGE_LOOP}
+    # JSON is YAML.
+    agents.write_text(json.dumps([loop]))
+
+    arm = ARMS[job.arm]
+    values: dict[str, Any] = {
+        "data.seed": seed,
+        "trainer.total_training_steps": workload.total_steps,
+        "trainer.experiment_name": job.directory.name,
+        "trainer.default_local_dir": str(job.directory / "checkpoints"),
+        "actor_rollout_ref.rollout.agent.default_agent_loop": loop["name"],
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path": str(agents),
+        # Do not join another Ray cluster on this machine.
+        "ray_kwargs.ray_init.address": "local",
+        **workload.overrides,
+        **arm.with_engine(job.engine),
+    }
+
+    if "async_training" in arm.overrides:
+        # This trainer counts prompts instead of steps.
+        values["rollout.total_rollout_steps"] = workload.prompts_per_step * workload.total_steps
+        values["rollout.n"] = values.get("actor_rollout_ref.rollout.n", DEFAULT_RESPONSES)
+    if arm.uses_pipeline:
+        values["trainer.v1.async_pipeline.run_dir"] = str(job.directory / "run")
+    if workload.judge_s is not None:
+        judge = "judge" if workload.task is None else f"{workload.task}_judge"
+        values["reward.custom_reward_function.path"] = f"pkg://recipe.async_pipeline.lab.bench.{judge}"
+        values["reward.custom_reward_function.reward_kwargs"] = {
+            "seed": seed,
+            "wait": msgspec.to_builtins(workload.judge_s),
+        }
+    task = [] if workload.task is None else [f"+task={workload.task}"]
+    return [*task, *hydra_overrides(values)]
+
+
+def command_of(entry: str, overrides: Sequence[str], device: str = "cpu") -> list[str]:
+    """Return the command of a job: a module under `watch`, which ends all processes.
+
+    On `cpu` it has the settings of a machine without accelerator.
+    """
+    config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu"]
+    watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
+    command = [*watch, "-m", entry, *config, *overrides]
+    return with_cpu_settings(command) if device == "cpu" else command
+
+
+def with_cpu_settings(command: Sequence[str]) -> list[str]:
+    """Return a command that runs another with the settings of a machine without accelerator."""
+    environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
+    return ["bash", "-c", 'source "$0"; exec "$@"', str(environment), *command]
+
+
+def _reference(workload: Workload, seed: int) -> str:
+    if workload.reference_s is None:
+        return ""
+    return json.dumps({"seed": seed, "wait": msgspec.to_builtins(workload.reference_s)})
+
+
+def run_job(job: Job, workload: Workload, seed: int, task: Path, say: Callable[[str], None]) -> Measured:
+    """Run one arm once. Raises JobFailed if it fails, hangs, or ends before its measured steps."""
+    job.directory.mkdir(parents=True)
+    started, load_before = time.monotonic(), os.getloadavg()[0]
+    usage = run_watched(
+        job.directory,
+        # Each turn has different prompts and latencies, which are the same for all arms.
+        command_of(ARMS[job.arm].entry, overrides_of(job, workload, seed + max(job.turn, 1) - 1)),
+        {"ASYNC_PIPELINE_TASK": str(task), POLL_S: str(job.poll_s), REFERENCE: _reference(workload, seed)},
+        counting=("update_actor", workload.total_steps, "step"),
+        say=say,
+    )
+    try:
+        return measure(read_spans(job.directory), usage, workload, started=started, load_before=load_before)
+    except NotEnoughSteps as error:
+        raise failure(job.directory, str(error)) from None
+
+
+def run_watched(
+    directory: Path,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    counting: tuple[str, int, str],
+    say: Callable[[str], None],
+    parts: Mapping[str, str] = PARTS,
+    every_s: float = EVERY_S,
+) -> list[Usage]:
+    """Run a command to its end, with its output in `job.log` and its spans in files of `directory`.
+
+    `counting` is the name of the spans to count for lines of progress, their expected number, and the word
+    for one of them. `parts` and `every_s`: see `UsageMeter`. Returns the resource usage of the processes.
+    Raises JobFailed if the job fails or hangs.
+    """
+    settings = {
+        **os.environ,
+        SPANS_DIR: str(directory),
+        "ASYNC_PIPELINE_RUN": directory.name,
+        "OMP_NUM_THREADS": "1",
+        # verl's file logger writes here; the pipeline's metrics go to the run directory.
+        "VERL_FILE_LOGGER_ROOT": str(directory),
+        **environment,
+    }
+
+    with (directory / LOG).open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=CONFIGS.parent, env=settings, stdout=output, stderr=output)
+        meter = UsageMeter(process.pid, parts, every_s)
+        try:
+            status = _wait(process, directory, counting, say)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+            usage = meter.stop()
+
+    if status:
+        raise failure(directory, f"status {status}")
+    return usage
+
+
+def failure(directory: Path, why: str) -> JobFailed:
+    """Return the error of a failed job, with the last error in its log."""
+    log = directory / LOG
+    return JobFailed(f"{why}: {last_error(log.read_text(errors='replace'))}; see {log}")
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    directory: Path,
+    counting: tuple[str, int, str],
+    say: Callable[[str], None],
+) -> int:
+    name, expected, unit = counting
+    limit_s = START_LIMIT_S + EACH_LIMIT_S * expected
+    started = reported = time.monotonic()
+
+    while process.poll() is None:
+        try:
+            process.wait(WATCH_S)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+            if now - started > limit_s:
+                raise JobFailed(f"still running after {limit_s:g} s; see {directory / LOG}") from None
+            if now - reported >= PROGRESS_S:
+                reported = now
+                done = sum(span.name == name for span in read_spans(directory))
+                say(f"  ... {now - started:.0f} s, {unit} {done} of {expected}")
+    return process.returncode
+
+
+def last_error(log: str) -> str:
+    """Return the last line of a log that names an exception, without prefixes, at most 300 characters."""
+    lines = (_PRINTED_BY.sub("", _PRINTED_BY.sub("", line)).strip() for line in log.splitlines())
+    found = [line for line in lines if _ERROR.match(line)]
+    return found[-1][:300] if found else "no error in the log"

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of `async-pipeline verify-gpu`: what each runs, what it needs, and what it shows.
+
+A step is a command in a separate process group, so that a fault of a driver or an engine ends no other
+step. A step whose part is missing on this machine is not run, and the report says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ...processes import descendants, end_all
+
+Status = Literal["passed", "failed", "not run"]
+PASSED: Final = "passed"
+FAILED: Final = "failed"
+NOT_RUN: Final = "not run"
+NOT_SELECTED = "not selected"
+_ENGINE = re.compile(r"\bengine: (vLLM \S+, model runner .+)$", re.MULTILINE)
+"""A line that the server of a run prints; see `verl_bridge.rollout.vllm.facts`."""
+TAIL_LINES = 20
+"""Lines of a failed step's output that the report shows."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a step."""
+
+    name: str
+    """Two figures may have the same name."""
+    value: Any
+    """Not rounded."""
+    meaning: str = ""
+
+
+Figures = Sequence[Figure]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user has chosen."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    devices: int
+    model: str | None
+    """A checkpoint for the job, instead of the toy task's model."""
+    configs: Path
+    """The repository's folder of configs, which the wheel does not have."""
+    task: Callable[[], Path]
+    """Makes the toy task, or finds it."""
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One part of the check."""
+
+    name: str
+    shows: str
+    """What it shows if it passes."""
+    limit_s: float
+    command: Callable[[Options, Path], Sequence[str]]
+    """The command, which writes its figures to the given file."""
+    needs: Sequence[str] = ()
+    """Modules that it imports and that may not be installed."""
+    missing: Callable[[Options], str | None] = lambda options: None
+    """Why it cannot run here although its modules are installed, or None."""
+    figures: Callable[[Any], Figures] = lambda found: ()
+    """Of what the command wrote, what the report shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of a step."""
+
+    name: str
+    shows: str
+    status: Status
+    seconds: float = 0.0
+    detail: str = ""
+    """Why it was not run, or the end of the output of a failure."""
+    figures: Figures | None = None
+    written: Any = None
+    """All that it wrote, from which the figures are."""
+
+
+def lacking(modules: Sequence[str]) -> str | None:
+    """Return which of the modules are not installed, as a phrase, or None if all are."""
+    missing = [name for name in modules if not _is_installed(name)]
+    return f"needs {', '.join(missing)}" if missing else None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of the package that should contain it
+        return False
+
+
+def run_steps(
+    steps: Iterable[Step], options: Options, *, report: Callable[[str], None], chosen: Container[str]
+) -> list[Result]:
+    """Run the steps with the chosen names in turn; `report` gets a line before and after each."""
+    results = []
+    for step in steps:
+        if step.name not in chosen:
+            results.append(Result(name=step.name, shows=step.shows, status=NOT_RUN, detail=NOT_SELECTED))
+            continue
+        why = lacking(step.needs) or step.missing(options)
+        if why is not None:
+            report(f"{step.name}: not run: {why}")
+            results.append(Result(name=step.name, shows=step.shows, status=NOT_RUN, detail=why))
+            continue
+        report(f"{step.name}: {step.shows} ...")
+        result = run_step(step, options)
+        end = f": {result.detail.splitlines()[-1]}" if result.detail else ""
+        report(f"{step.name}: {result.status} after {result.seconds:.0f} s{end}")
+        results.append(result)
+    return results
+
+
+def run_step(step: Step, options: Options) -> Result:
+    """Run one step whose parts are there."""
+    log, written = options.folder / f"{step.name}.log", options.folder / f"{step.name}.json"
+    written.unlink(missing_ok=True)
+    started = time.monotonic()
+    before = frozenset(descendants(os.getpid()))
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            list(step.command(options, written)),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "ASYNC_PIPELINE_RUN": f"verify-{step.name}"},
+        )
+        try:
+            code: int | None = process.wait(step.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_all(set(descendants(os.getpid())) - before, spared=before)
+            process.wait()
+    seconds = time.monotonic() - started
+    found = _found_in(written)
+    figures = None if found is None else step.figures(found)
+    engines = engines_in([log, *sorted(logs_of(step.name, options).rglob("*.log"))])
+    if engines:
+        figures = [*(figures or ()), *engines]
+    if code == 0 and found is not None:
+        return Result(
+            name=step.name, shows=step.shows, status=PASSED, seconds=seconds, figures=figures, written=found
+        )
+    ended = f"it did not end within {step.limit_s:g} s" if code is None else f"exit status {code}"
+    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return Result(
+        name=step.name,
+        shows=step.shows,
+        status=FAILED,
+        seconds=seconds,
+        detail="\n".join([*tail, f"{ended}; the whole output is in {log}"]),
+        figures=figures,
+        written=found,
+    )
+
+
+def logs_of(step: str, options: Options) -> Path:
+    """Return the folder in which a step may keep the output of several runs."""
+    return options.folder / f"{step}-logs"
+
+
+def engines_in(logs: Iterable[Path]) -> Figures:
+    """Return which paths the engines of runs have taken, as their output says."""
+    text = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+    return [Figure("engine", met) for met in dict.fromkeys(_ENGINE.findall(text))]
+
+
+def _found_in(written: Path) -> Any:
+    """Return what a step wrote, or None if it wrote nothing, or not all of it."""
+    try:
+        return json.loads(written.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None

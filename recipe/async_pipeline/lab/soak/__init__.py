@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline soak`: run the toy task on the real stack and inject real faults, one after another.
+
+    faults        the faults, and how recovery from each is detected
+    job           the run: start, kill, restart; its processes and events
+    nemesis       which fault comes next (seeded), and the report
+    misbehaviour  faults of code that users provide: it is requested to misbehave
+    judge         the reward function of such a run, which does so
+    moods         its environments, which do so, too
+    lake_agent    a program that plays over HTTP, which does so, too
+    processes     the processes of a run, found by an environment variable
+    small_disk    a disk for checkpoints that can be filled
+
+The command is `lab/cli/soak.py`. The result is checked by the auditors that every run has:
+`core.ledger_audit` on the ledger, and `core.event_audit` on the event log of each process.
+"""

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict how a change would move the lower bound of a step: the model behind every prediction of the report.
+
+A step takes at least as long as each pool's work spread over its devices, and at least as long as the loop
+(longest response, log-probs, optimizer step, weight update) divided by the number of batches that may be in
+flight. The larger value is the bound. A change of devices, max_lag or work changes the bound; the model
+assumes that the run stays as far above the bound as it was, that work spreads evenly over devices, and that
+the loop does not get shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...observe.accounting import Accounting
+from .data import RunData
+
+FORWARD = ("logp", "ref_logp", "values")
+"""Stages that a batch passes through before it is trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One thing to change."""
+
+    rule: str
+    finding: str
+    """The measurement, with its number."""
+    change: str
+    """The change to make."""
+    gain: float | None = None
+    """Predicted relative increase of samples per second; None if unknown or not about speed."""
+    at_most: bool = False
+    """Whether the gain is an upper bound instead of an expectation."""
+
+    @property
+    def predicted(self) -> str:
+        """The predicted gain as text, or an empty string if it is unknown."""
+        if self.gain is None:
+            return ""
+        return f"predicted {'at most ' if self.at_most else ''}{self.gain:+.0%} samples/s"
+
+    def __str__(self) -> str:
+        return f"{self.finding}: {self.change}" + (f", {self.predicted}" if self.gain is not None else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The lower bound of the step time, as the sum over all steps but the first, in seconds."""
+
+    work: Mapping[str, float]
+    """Device-seconds of work by pool."""
+    devices: Mapping[str, int]
+    loop_s: float
+    """Bound set by the loop at `max_lag`, in seconds."""
+    max_lag: int
+
+    @classmethod
+    def of(cls, found: Accounting, max_lag: int) -> Model:
+        """Build the model from an account, whose loop lacks the forward passes."""
+        # The forward passes of one pool run one after another.
+        forward = [
+            sum(pool.seconds.get(f"compute_{role}", 0.0) for role in FORWARD) / pool.devices
+            for pool in found.pools.values()
+            if pool.devices
+        ]
+
+        loop_s = 0.0
+        if found.loop_s:
+            # A lower bound cannot exceed the measured time.
+            loop_s = min(found.steady_s, found.loop_s + max(forward, default=0.0) / (max_lag + 1))
+
+        return cls(
+            work={name: pool.busy for name, pool in found.pools.items() if pool.devices},
+            devices={name: pool.devices for name, pool in found.pools.items() if pool.devices},
+            loop_s=loop_s,
+            max_lag=max_lag,
+        )
+
+    def bound(
+        self,
+        *,
+        devices: Mapping[str, int] | None = None,
+        work: Mapping[str, float] | None = None,
+        max_lag: int | None = None,
+        loop: bool = True,
+    ) -> float:
+        """Return the bound with changed devices, work or lag; `loop=False` leaves the loop out."""
+        devices, work = {**self.devices, **(devices or {})}, {**self.work, **(work or {})}
+        looped = self.loop_s * (self.max_lag + 1) / ((self.max_lag if max_lag is None else max_lag) + 1)
+        return max([work[pool] / devices[pool] for pool in work] + ([looped] if loop else [0.0]))
+
+    def gain(self, changed: float) -> float:
+        """Return the relative increase of samples per second if the bound becomes `changed`."""
+        return self.bound() / changed - 1 if changed else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The input of the rules."""
+
+    run: RunData
+    found: Accounting
+    """The account without the first step, which is not typical."""
+    model: Model
+    trainer: Mapping[str, float]
+    """Shares of the steps' time: training for `train`, waiting for the stage for every other."""
+
+    @property
+    def most_awaited(self) -> tuple[str, float]:
+        """The stage that the trainer waited for longest, and its share of the time."""
+        others = {role: share for role, share in self.trainer.items() if role != "train"}
+        return max(others.items(), key=lambda item: item[1], default=("", 0.0))
+
+    def share(self, pool: str, *reasons: str) -> float:
+        """Return the share of these reasons in the pool's device-seconds since the first step."""
+        account = self.found.pools[pool]
+        passed = account.devices * self.found.steady_s
+        return sum(account.seconds.get(reason, 0.0) for reason in reasons) / passed if passed else 0.0
+
+    def busy(self, pool: str) -> float:
+        """Return the share of work in the pool's device-seconds since the first step."""
+        account = self.found.pools[pool]
+        passed = account.devices * self.found.steady_s
+        return account.busy / passed if passed else 0.0
+
+
+def facts_of(run: RunData) -> Facts | None:
+    """Return the facts of a run, or None if it has no account or no step since the first version."""
+    found = run.typical
+    if found is None or not found.steps or not found.steady_s:
+        return None
+
+    seconds: dict[str, float] = {}
+    for step in found.steps:
+        for role, spent in step.seconds.items():
+            seconds[role] = seconds.get(role, 0.0) + spent
+
+    total = sum(seconds.values())
+    trainer = {role: spent / total for role, spent in seconds.items()} if total else {}
+    return Facts(run=run, found=found, model=Model.of(found, run.max_lag or 0), trainer=trainer)

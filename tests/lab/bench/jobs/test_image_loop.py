@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of a benchmark draws as the package's own does, and tells when, and which sample it is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from recipe.async_pipeline.lab.bench import spans
+from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
+from tests.conftest import Load
+from tests.fakes.image_client import ROW, Client, loop_of
+
+pytestmark = pytest.mark.real_engine
+
+
+@pytest.fixture(scope="module")
+def module(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.lab.bench.jobs.image_loop")
+
+
+def test_an_image_has_spans_and_the_number_of_its_sample(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Load
+) -> None:
+    spans.of_this_job.cache_clear()
+    monkeypatch.setenv(SPANS_DIR, str(tmp_path))
+    own = load("recipe.async_pipeline.verl_bridge.agent_loop.diffusion_loop")
+    monkeypatch.setattr(own, "current_attempt", object)
+    loop = loop_of(own, Client())
+    loop.__class__ = module.ImageLoop
+    output = asyncio.run(loop.run({}, session_id=3, **ROW))
+    assert output.extra_fields["session"] == 3 and len(output.response_ids) == 3
+    assert sorted(one.name for one in read_spans(tmp_path)) == ["episode", "generate"]

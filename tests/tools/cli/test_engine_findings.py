@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`doctor --engine`: one row for each engine and for each difference, and the rows of the plain doctor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
+from recipe.async_pipeline.contract import engines
+from recipe.async_pipeline.contract.engines import Difference, EngineComparison, EngineTree
+from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.tools.cli import engine_findings
+
+FOLDER = series.patches_dir()
+VLLM = EngineTree(name="vllm", folder=Path("tree/vllm"), version="0.33.0")
+SGLANG = EngineTree(name="sglang", folder=Path("tree/sglang"), version="0.5.23")
+GONE = Difference(
+    name="vllm.v1.request:Request.num_output_tokens",
+    change="is missing",
+    used_by=("verl_bridge/rollout/vllm/plugin.py",),
+    breaks=("version spans",),
+    cpu_only=False,
+)
+ON_CPU = dataclasses.replace(GONE, name="vllm._custom_ops:isa", breaks=("experts on a CPU",), cpu_only=True)
+BENCHMARK = dataclasses.replace(GONE, breaks=("benchmarks",))
+
+
+def found(monkeypatch: pytest.MonkeyPatch, *differences: Difference) -> None:
+    """Have every comparison find these differences."""
+
+    def compare(engine: EngineTree, contract: engines.EngineContract) -> EngineComparison:
+        return EngineComparison(
+            engine=engine, tested=contract.version, checked=140, differences=tuple(differences)
+        )
+
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(engines, "compare", compare)
+    monkeypatch.setattr(engines, "unpacked", lambda root: [VLLM])
+
+
+def test_an_engine_that_fits_is_one_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found(monkeypatch)
+    tested = engines.load(FOLDER)["vllm"].version
+    assert main.main(["doctor", "--engine", "tree"]) == EXIT_OK
+    assert capsys.readouterr().out.split(maxsplit=2) == [
+        "ok",
+        "vllm",
+        f"0.33.0 at tree/vllm; tested: {tested}; 140 compared, no differences\n",
+    ]
+
+
+def test_a_difference_has_its_own_row_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found(monkeypatch, GONE, ON_CPU)
+    assert main.main(["doctor", "--engine", "tree"]) == EXIT_USERS
+    _, row, on_cpu = capsys.readouterr().out.splitlines()
+    assert row.startswith(
+        "fail  vllm             breaks version spans: vllm.v1.request:Request.num_output_tokens is missing; "
+        "used by verl_bridge/rollout/vllm/plugin.py; use vllm "
+    )
+    assert on_cpu.startswith("warn  vllm             breaks experts on a CPU: ")
+
+    assert main.main(["doctor", "--engine", "tree", "--json"]) == EXIT_USERS
+    whole, row, _ = json.loads(capsys.readouterr().out)
+    assert whole["verdict"] == "fail" and "2 differences" in whole["detail"]
+    assert {key: row[key] for key in ("name", "change", "used_by", "breaks")} == {
+        "name": GONE.name,
+        "change": "is missing",
+        "used_by": ["verl_bridge/rollout/vllm/plugin.py"],
+        "breaks": ["version spans"],
+    }
+
+
+def test_what_a_cpu_needs_fails_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, ON_CPU)
+    assert main.main(["doctor", "--engine", "tree"]) == EXIT_OK
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert main.main(["doctor", "--engine", "tree"]) == EXIT_USERS
+
+
+def test_without_a_folder_the_installed_engines_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch)
+    monkeypatch.setattr(engines, "installed", lambda: [VLLM, SGLANG])
+    assert [row.subject for row in engine_findings.examine_engines(None)] == ["vllm", "sglang"]
+    monkeypatch.setattr(engines, "installed", lambda: [])
+    (row,) = engine_findings.examine_engines(None)
+    assert row.verdict == "fail" and row.detail == "neither vllm nor sglang is installed"
+
+
+@pytest.mark.parametrize("other", [["--verl-dir", "x"], ["--cluster"]])
+def test_one_thing_is_examined_at_a_time(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--engine", "x", *other]) == EXIT_USERS
+    assert "exclude each other" in capsys.readouterr().err
+
+
+def test_a_folder_without_an_engine_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.main(["doctor", "--engine", str(tmp_path)]) == EXIT_USERS
+    assert "give the folder that contains" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict", "words"),
+    [
+        ((), "ok", "has all that runs use"),
+        ((BENCHMARK, ON_CPU), "ok", "has all that runs use"),
+        ((GONE,), "fail", "1 thing that runs use changed"),
+    ],
+)
+def test_the_plain_doctor_has_a_row_for_another_version(
+    monkeypatch: pytest.MonkeyPatch, differences: tuple[Difference, ...], verdict: str, words: str
+) -> None:
+    found(monkeypatch, *differences)
+    (row,) = engine_findings.check_versions([VLLM], FOLDER)
+    assert (row.subject, row.verdict) == ("engine contract", verdict) and words in row.detail
+
+
+def test_one_usable_engine_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, GONE)
+    tested = dataclasses.replace(SGLANG, version=engines.load(FOLDER)["sglang"].version)
+    broken, fits = engine_findings.check_versions([VLLM, tested], FOLDER)
+    assert (broken.verdict, fits.verdict) == ("warn", "ok")
+    assert "which this package is tested with" in fits.detail
+    assert engine_findings.check_versions([], FOLDER) == ()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run directories are read as far as possible, with a message for each missing file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.errors import RunFilesError
+from recipe.async_pipeline.tools.report.run_reader import read_run
+from tests.observe.run_folder import RecordedTrainer, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", RecordedTrainer(max_lag=1, steps=6))
+
+
+def test_a_complete_run_has_no_missing_files(folder: Path) -> None:
+    found = read_run(folder)
+    assert found.missing == ()
+    assert [row.step for row in found.steps] == [1, 2, 3, 4, 5, 6]
+    assert found.summary["steps"] == 6
+    assert found.events[0].event == "START"
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "summary.json", "config.json"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    missing = read_run(folder).missing
+    assert len(missing) == 1
+    assert missing[0].startswith(name)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.json"])
+def test_an_incomplete_json_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text('{"steps": ')
+    assert [text.split(" ")[0] for text in read_run(folder).missing] == [name]
+
+
+def test_incomplete_lines_of_metrics_are_counted_and_skipped(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 7, "da')
+    found = read_run(folder)
+    assert len(found.steps) == 6
+    assert found.missing == ("metrics.jsonl: 1 of 7 lines are incomplete and skipped",)
+
+
+def test_an_incomplete_event_is_skipped_at_the_end_and_named_elsewhere(folder: Path) -> None:
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines)[:-5])
+    assert len(read_run(folder).events) == len(lines) - 1
+    path.write_text("\n".join([*lines[:5], '{"t":', *lines[5:]]))
+    assert read_run(folder).missing[0].startswith("events.jsonl cannot be read (JSONDecodeError")
+
+
+def test_events_without_stages_and_pools_are_of_an_older_version(folder: Path) -> None:
+    (folder / "events.jsonl").write_text('{"t": 0.0, "role": "flow", "event": "START", "state": "RUNNING"}\n')
+    found = read_run(folder)
+    assert found.events == ()
+    assert "older version" in found.missing[0]
+
+
+def test_validations_are_separate_and_have_their_version(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    row = {"step": 6, "data": {"async_pipeline/validation/version": 3, "val-core/toy/reward": 0.5}}
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    found = read_run(folder)
+    assert len(found.steps) == 6
+    assert [row.step for row in found.validations] == [3]
+
+
+def test_a_path_without_a_run_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunFilesError, match=r"nowhere is not a run directory; give the directory with events\.jsonl"
+    ):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(RunFilesError, match="has neither events nor metrics of a run") as caught:
+        read_run(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_resumed_run_names_the_processes_without_events(folder: Path) -> None:
+    (folder / "events.1.jsonl").write_text("")
+    assert read_run(folder).missing == (
+        "the run was resumed: the report shows the metrics of 1 earlier process, but not the events",
+    )
