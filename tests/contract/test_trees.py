@@ -29,7 +29,6 @@ def series_of(before: bytes | None = BEFORE, after: bytes = AFTER) -> Series:
         (b"new\n" + BEFORE, "moved", b"new\n" + AFTER),
         (b"new\n" + AFTER, "upstream", b"new\n" + AFTER),
         (BEFORE.replace(b"line 9", b"other"), "broken", BEFORE.replace(b"line 9", b"other")),
-        (BEFORE + BEFORE, "broken", BEFORE + BEFORE),
     ],
 )
 def test_a_patch_fits_or_says_why_not(tmp_path: Path, content: bytes, state: str, expected: bytes) -> None:

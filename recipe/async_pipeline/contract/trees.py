@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching.series import Series
-from recipe.async_pipeline.patching.unified_diff import NULL_ID, FileDiff, blob_id
+from recipe.async_pipeline.patching.unified_diff import NULL_ID, FileDiff, blob_id, git_apply
 
 from .sources import OURS, THEIRS, Sources
 
@@ -56,24 +57,12 @@ def _applied(diff: FileDiff, content: bytes) -> tuple[bytes, State]:
         return diff.apply(content), "fits"
     if diff.creates:
         return content, "broken"
-
-    lines = content.splitlines(keepends=True)
-    merged = all(_at(lines, hunk.new) is not None for hunk in diff.hunks)
-    if merged:
+    with suppress(PatchError):
+        git_apply(diff, content, reverse=True)
         return content, "upstream"
-    for hunk in diff.hunks:
-        at = _at(lines, hunk.old)
-        if at is None:
-            return content, "broken"
-        lines[at : at + len(hunk.old)] = hunk.new
-    return b"".join(lines), "moved"
-
-
-def _at(lines: list[bytes], wanted: tuple[bytes, ...]) -> int | None:
-    """Return where the lines are, or None unless they are at exactly one place."""
-    size = len(wanted)
-    found = [at for at in range(len(lines) - size + 1) if tuple(lines[at : at + size]) == wanted]
-    return found[0] if len(found) == 1 else None
+    with suppress(PatchError):
+        return git_apply(diff, content), "moved"
+    return content, "broken"
 
 
 def sources_of(root: Path, contents: dict[Path, bytes]) -> Sources:

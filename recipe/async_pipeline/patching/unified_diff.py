@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read, apply and write the diffs of `patches/`: a strict subset of git's format, in bytes.
+"""Read, apply and write the diffs of `patches/`, in bytes. `git apply` changes the files.
 
-Deliberately narrow. A hunk applies at exactly its line numbers with exactly its context, or not at all (no
-fuzz, no offset), and both ends are checked against the blob ids in the `index` line. Renames, deletions,
-mode changes and binary hunks are refused. `git apply` is not used: inside an ignored folder of another
-repository, where our verl tree is, it exits with 0 and changes nothing.
+Narrower than git: both ends of a change are checked against the blob ids in the `index` line, so a diff
+applies to exactly the file that it was made for. Renames, deletions and binary files are refused.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
 
@@ -22,22 +23,11 @@ NULL_ID = "0" * 40
 
 _DIFF = re.compile(rb"diff --git a/(?P<old>\S+) b/(?P<new>\S+)")
 _INDEX = re.compile(rb"index (?P<old>[0-9a-f]{40})\.\.(?P<new>[0-9a-f]{40})( 100(644|755))?")
-_HUNK = re.compile(rb"@@ -(?P<start>\d+)(,(?P<old>\d+))? \+\d+(,(?P<new>\d+))? @@")
-_NO_NEWLINE = b"\\ No newline at end of file"
 
 
 def blob_id(content: bytes) -> str:
     """Return git's blob id of a file with this content (40 hex digits)."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hunk:
-    """Lines `old` at line `start` (counted from 0) become `new`; each line keeps its line end."""
-
-    start: int
-    old: tuple[bytes, ...]
-    new: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +38,8 @@ class FileDiff:
     """Relative to the root of the verl tree, with forward slashes."""
     old_id: str
     new_id: str
-    hunks: tuple[Hunk, ...]
+    text: bytes
+    """The diff itself, from its line `diff --git`."""
 
     @property
     def creates(self) -> bool:
@@ -58,18 +49,14 @@ class FileDiff:
     def apply(self, content: bytes) -> bytes:
         """Return the file after the patch. Raises PatchError if the content or the result is unexpected."""
         self._check(content, self.old_id, "before")
-        result = _replace(content, [(h.start, h.old, h.new) for h in self.hunks], self.path)
+        result = git_apply(self, content)
         self._check(result, self.new_id, "after")
         return result
 
     def revert(self, content: bytes) -> bytes:
         """Return the file before the patch (empty if the patch creates it). Raises as `apply`."""
         self._check(content, self.new_id, "before reverting")
-        moved, shift = [], 0
-        for hunk in self.hunks:
-            moved.append((hunk.start + shift, hunk.new, hunk.old))
-            shift += len(hunk.new) - len(hunk.old)
-        result = _replace(content, moved, self.path)
+        result = git_apply(self, content, reverse=True)
         self._check(result, self.old_id, "after reverting")
         return result
 
@@ -79,20 +66,30 @@ class FileDiff:
             raise PatchError(f"{self.path} has blob id {actual} {moment}, the patch expects {expected}")
 
 
-def _replace(
-    content: bytes, edits: list[tuple[int, tuple[bytes, ...], tuple[bytes, ...]]], path: str
-) -> bytes:
-    """Apply the (start, old, new) edits; raise PatchError if the old lines do not match."""
-    lines = _split_on_newline(content)
-    result: list[bytes] = []
-    done = 0
-    for start, old, new in edits:
-        if start < done or tuple(lines[start : start + len(old)]) != old:
-            raise PatchError(f"{path}: the hunk at line {start + 1} does not match")
-        result += lines[done:start]
-        result += new
-        done = start + len(old)
-    return b"".join(result + lines[done:])
+def git_apply(diff: FileDiff, content: bytes, *, reverse: bool = False) -> bytes:
+    """Return what `git apply` makes of the content (empty if a diff creates it), at other lines if it must.
+
+    Raises PatchError if git refuses, or is not installed.
+    """
+    with tempfile.TemporaryDirectory(prefix="async_pipeline-patch-") as folder:
+        file = Path(folder, diff.path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if content or not diff.creates:
+            file.write_bytes(content)
+        # Inside another repository, git would change nothing and report success. Settings of the user could
+        # change line ends.
+        alone = {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent), "GIT_CONFIG_NOSYSTEM": "1"}
+        alone["GIT_CONFIG_GLOBAL"] = os.devnull
+        command = ["git", "apply", "--whitespace=nowarn", *(["--reverse"] if reverse else []), "-"]
+        try:
+            done = subprocess.run(
+                command, input=diff.text, cwd=folder, env={**os.environ, **alone}, capture_output=True
+            )
+        except FileNotFoundError as error:
+            raise PatchError("git is not installed, and patches are applied with it; install git") from error
+        if done.returncode:
+            raise PatchError(f"{diff.path}: {done.stderr.decode(errors='replace').strip()}")
+        return file.read_bytes() if file.is_file() else b""
 
 
 def _split_on_newline(content: bytes) -> list[bytes]:
@@ -119,10 +116,8 @@ def _parse_file(lines: list[bytes], source: str) -> FileDiff:
     if path.startswith("/") or ".." in path.split("/"):
         raise PatchError(f"{source}: {path} leaves the tree")
 
-    rest = lines[1:]
-    if rest and rest[0].rstrip() in (b"new file mode 100644", b"new file mode 100755"):
-        rest = rest[1:]
-    index = _INDEX.fullmatch(rest[0].rstrip()) if rest else None
+    new_file = any(line.startswith(b"new file mode 100") for line in lines[1:2])
+    index = _INDEX.fullmatch(b"".join(lines[1 + new_file : 2 + new_file]).rstrip())
     if index is None:
         raise PatchError(
             f"{source}: {path} has no index line with full blob ids; export it with `patch refresh`"
@@ -131,46 +126,7 @@ def _parse_file(lines: list[bytes], source: str) -> FileDiff:
     old_id, new_id = index["old"].decode(), index["new"].decode()
     if new_id == NULL_ID:
         raise PatchError(f"{source}: {path} is deleted, which is not supported")
-
-    hunks = tuple(_parse_hunks(rest[3:], f"{source}: {path}"))
-    return FileDiff(path=path, old_id=old_id, new_id=new_id, hunks=hunks)
-
-
-def _parse_hunks(lines: list[bytes], where: str) -> Iterator[Hunk]:
-    position = 0
-    while position < len(lines):
-        head = _HUNK.match(lines[position])
-        if head is None:
-            raise PatchError(f"{where}: expected a hunk, found {lines[position]!r}")
-
-        counts = {b"-": int(head["old"] or 1), b"+": int(head["new"] or 1)}
-        old: list[bytes] = []
-        new: list[bytes] = []
-        position += 1
-        while position < len(lines) and not lines[position].startswith(b"@@"):
-            _read_line(lines[position], old, new, where)
-            position += 1
-        if (len(old), len(new)) != (counts[b"-"], counts[b"+"]):
-            raise PatchError(f"{where}: a hunk announces {counts}, holds {len(old)} and {len(new)} lines")
-
-        # A hunk without old lines counts its start from the line before it.
-        start = int(head["start"]) - (1 if old else 0)
-        yield Hunk(start=start, old=tuple(old), new=tuple(new))
-
-
-def _read_line(line: bytes, old: list[bytes], new: list[bytes], where: str) -> None:
-    """Add one line of a hunk to its old lines, its new lines, or both."""
-    kind, body = line[:1], line[1:]
-    if line == b"\n":  # an editor stripped the one space of an empty context line
-        kind, body = b" ", b"\n"
-    if line.rstrip() == _NO_NEWLINE:
-        raise PatchError(f"{where}: a file without a newline at its end, which is not supported")
-    if kind not in (b" ", b"-", b"+"):
-        raise PatchError(f"{where}: unreadable line {line!r}")
-    if kind != b"+":
-        old.append(body)
-    if kind != b"-":
-        new.append(body)
+    return FileDiff(path=path, old_id=old_id, new_id=new_id, text=b"".join(lines))
 
 
 def format_diff(path: str, old: bytes | None, new: bytes) -> bytes:
