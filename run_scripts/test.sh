@@ -7,7 +7,8 @@
 #   bash run_scripts/test.sh --unit --engine     the named tiers, in this order
 #   bash run_scripts/test.sh tests/core -k ...   pytest's own arguments: one run with just these
 #
-#   --lint     ruff, mypy, codespell and shellcheck, and the wheel: built, installed and run
+#   --checks   ruff, mypy, codespell and shellcheck
+#   --lint     the same, and the wheel: built, installed and run
 #   --unit     tests that load neither torch's engines nor verl; without the stack, the ones that import it are
 #              skipped
 #   --engine   tests that load verl or vLLM in the test process (marker real_engine)
@@ -61,7 +62,7 @@ while [ "$#" -gt 0 ]; do
       usage
       exit
       ;;
-    --quick | --lint | --unit | --engine | --e2e | --nightly | --nightly-part) TIERS+=("${1#--}") ;;
+    --quick | --checks | --lint | --unit | --engine | --e2e | --nightly | --nightly-part) TIERS+=("${1#--}") ;;
     *) break ;;
   esac
   shift
@@ -80,38 +81,44 @@ PYTHON="$(command -v "$PYTHON")"
 BIN="$(dirname "$PYTHON")"
 # shellcheck source=run_scripts/cpu_env.sh
 source run_scripts/cpu_env.sh
+# Without byte code, pytest rewrites every test file and Python compiles this package in each process: 7 s a start.
+unset PYTHONDONTWRITEBYTECODE
 
 if [ "$#" -gt 0 ]; then
   exec "$PYTHON" -m pytest "$@"
 fi
 
-# The first three tiers use one core, and the jobs of e2e keep more than one busy only while they start. The output of
-# the former is shown at the end. With a separate folder for Ray, neither side finds the clusters of the other. `set -m`
-# gives the former a process group; without it, bash would start them with SIGINT ignored, which children inherit.
+# side_by_side COMMAND... -- TIERS...: run the command, and the tiers next to it, whose output is shown at the end. With
+# a separate folder for Ray, neither side finds the clusters of the other. `set -m` gives the tiers a process group;
+# without it, bash would start them with SIGINT ignored, which children inherit.
 side_by_side() {
-  local folder status=0
+  local folder status=0 command=()
+  while [ "$1" != -- ]; do
+    command+=("$1")
+    shift
+  done
+  shift
   folder="$(mktemp -d)"
   export ASYNC_PIPELINE_TEST_PYTHON="$PYTHON"
   set -m
-  RAY_TMPDIR="$folder" bash run_scripts/test.sh --lint --unit --engine >"$folder/log" 2>&1 &
+  RAY_TMPDIR="$folder" bash run_scripts/test.sh "$@" >"$folder/log" 2>&1 &
   OTHERS=$!
   set +m
   trap 'kill -- "-$OTHERS" 2>/dev/null || true' EXIT
-  bash run_scripts/test.sh --e2e || status=$?
+  "${command[@]}" || status=$?
   wait "$OTHERS" || status=$?
   cat "$folder/log"
   rm -rf "$folder"
   return "$status"
 }
 
-[ "${#TIERS[@]}" -gt 0 ] || side_by_side
+# The first three tiers use one core, and the jobs of e2e keep more than one busy only while they start.
+[ "${#TIERS[@]}" -gt 0 ] || side_by_side bash run_scripts/test.sh --e2e -- --lint --unit --engine
 
 for tier in "${TIERS[@]}"; do
   case "$tier" in
-    quick)
-      lint
-      stage "unit, without the slow" pytest -q -m "$QUICK"
-      ;;
+    quick) side_by_side stage "unit, without the slow" pytest -q -m "$QUICK" -- --checks ;;
+    checks) lint ;;
     lint)
       lint
       stage "wheel" bash run_scripts/wheel.sh "$PYTHON"

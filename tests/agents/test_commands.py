@@ -172,6 +172,7 @@ def test_orphans_that_end_are_reaped_while_the_command_runs(tmp_path: Path) -> N
     assert (finished.status, left.newly()) == (0, 0), finished.in_words()
 
 
+@pytest.mark.slow
 def test_a_killed_guard_does_not_block_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +214,7 @@ def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None
     until(lambda: gone(int((tmp_path / "pid").read_text())), "the child is killed")
 
 
+@pytest.mark.slow
 def test_a_command_that_is_cancelled_before_it_starts_leaves_no_pipe(tmp_path: Path) -> None:
     """A recall may come while all threads of the executor are busy."""
 

@@ -132,6 +132,7 @@ def test_a_table_of_other_values_is_refused(tmp_path: Path) -> None:
 # The package's own tables.
 
 
+@pytest.mark.slow
 def test_every_file_of_an_engine_is_in_its_table() -> None:
     for engine in ENGINES:
         folder = PACKAGE / declared.TABLES.format(engine)

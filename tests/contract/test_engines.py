@@ -37,11 +37,13 @@ def tested(request: pytest.FixtureRequest) -> EngineTree:
 # The shipped contract.
 
 
+@pytest.mark.slow
 def test_the_shipped_contract_is_current(tested: EngineTree) -> None:
     remedy = "run `python -m recipe.async_pipeline.contract.record`"
     assert engines.record(tested) == SHIPPED[tested.name], remedy
 
 
+@pytest.mark.slow
 def test_the_tested_version_fits(tested: EngineTree) -> None:
     found = engines.compare(tested, SHIPPED[tested.name])
     assert found.differences == () and found.checked > 100
@@ -87,6 +89,7 @@ def renamable(contract: EngineContract) -> list[Need]:
     return [need for need in contract.needs if not any(one.absent for one in need.alternatives)]
 
 
+@pytest.mark.slow
 def test_twenty_names_that_are_missing_at_random_are_all_reported(tested: EngineTree) -> None:
     contract = SHIPPED[tested.name]
     assert unnoticed(tested, random.Random(42).sample(renamable(contract), 20), contract) == []

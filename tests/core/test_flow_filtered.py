@@ -110,6 +110,7 @@ def earliest(work: Workload, max_lag: int, order: Order) -> float:
     return ends[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filtered", [0.0, 0.3, 0.6])
 @pytest.mark.parametrize(("max_lag", "order"), [(0, "drawn"), (1, "drawn"), (3, "finished")])
 def test_filtered_groups_do_not_starve_generation(filtered: float, max_lag: int, order: Order) -> None:

@@ -90,6 +90,7 @@ class ObservedTrainer(SimTrainer):
             self.counted[batch.step] = held(self, *self.parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -62,6 +62,7 @@ def comparisons_of(count: int, order: str, straggler: str) -> float:
     return Counted.comparisons / len(arriving)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["drawn", "finished"])
 @pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop", "mask"])
 def test_an_arrival_costs_a_binary_search(order: str, straggler: str) -> None:

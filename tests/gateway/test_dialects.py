@@ -182,6 +182,7 @@ def test_an_answer_that_is_cut_off(serve: Serve, play: Play, api: str, stream: b
     play(test)
 
 
+@pytest.mark.slow
 @each
 def test_a_client_that_gives_up_waiting_costs_no_second_generation(
     serve: Serve, play: Play, api: str, stream: bool
@@ -201,6 +202,7 @@ def test_a_client_that_gives_up_waiting_costs_no_second_generation(
     play(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", CLIENTS)
 def test_a_stream_is_kept_open_while_the_answer_is_written(serve: Serve, play: Play, api: str) -> None:
     async def test() -> None:

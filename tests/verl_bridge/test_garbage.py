@@ -16,6 +16,7 @@ class Cycle:
         self.own = self
 
 
+@pytest.mark.slow
 def test_only_later_objects_are_collected_within() -> None:
     before = Cycle()
     frozen = weakref.ref(before)
@@ -32,6 +33,7 @@ def test_only_later_objects_are_collected_within() -> None:
     assert frozen() is None
 
 
+@pytest.mark.slow
 def test_an_error_ends_it_too() -> None:
     threshold = gc.get_threshold()
     with pytest.raises(KeyError), present_objects_frozen():
@@ -41,6 +43,7 @@ def test_an_error_ends_it_too() -> None:
     assert gc.get_threshold() == threshold
 
 
+@pytest.mark.slow
 def test_a_process_collects_less_often_afterwards() -> None:
     threshold = gc.get_threshold()
     try:

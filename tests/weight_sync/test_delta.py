@@ -63,6 +63,7 @@ def test_a_few_changes_are_restored_and_cost_little(data: Any, length: int, item
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.float8_e4m3fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(share=st.floats(0, 1), seed=st.integers(0, 100))
 def test_tensors_of_any_kind_are_restored(dtype: torch.dtype, share: float, seed: int) -> None:

@@ -336,6 +336,7 @@ def test_a_relay_without_consumers_begins_to_receive() -> None:
     assert hosts["host 1"].memory.status().received == 0
 
 
+@pytest.mark.slow
 @settings(deadline=None, database=None, derandomize=True, max_examples=40)
 @given(data=st.data())
 def test_every_host_gets_every_version_if_relays_fail(data: st.DataObject) -> None:

@@ -180,6 +180,7 @@ def sharded(draw: st.DrawFn) -> tuple[list[int], Weights, dict[str, list[Slice |
     return hosts, weights, held
 
 
+@pytest.mark.slow
 @settings(deadline=None, database=None, derandomize=True, max_examples=40)
 @given(sharded())
 def test_any_blocks_are_joined_and_sent_on(

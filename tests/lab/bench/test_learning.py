@@ -65,6 +65,7 @@ def test_differences_are_paired_by_seed() -> None:
     assert "| `on_policy` | 0.500, 0.600 | 0.550 |  | 1.00 |" in text
 
 
+@pytest.mark.slow
 def test_the_command_writes_curves_failures_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

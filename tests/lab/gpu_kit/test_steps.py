@@ -97,6 +97,7 @@ def test_figures_of_an_earlier_run_do_not_count(options: Options) -> None:
     assert run_step(step("pass"), options).status == FAILED
 
 
+@pytest.mark.slow
 def test_a_step_without_end_is_ended_with_its_processes(options: Options) -> None:
     code = (
         "import subprocess, sys; child = subprocess.Popen(['sleep', '1000']); "

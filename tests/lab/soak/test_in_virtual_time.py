@@ -183,6 +183,7 @@ def test_nothing_is_lost_under_random_faults_over_thousands_of_seeds() -> None:
         hurt(seed)
 
 
+@pytest.mark.slow
 def test_most_runs_survive() -> None:
     """Otherwise the tests above would prove little."""
 

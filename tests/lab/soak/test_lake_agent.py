@@ -61,6 +61,7 @@ def test_it_plays_to_the_goal_and_ends_at_the_limit_of_turns(tmp_path: Path) -> 
     asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_bad", [True, False])
 def test_requests_that_are_sent_again_cost_no_generation(tmp_path: Path, is_bad: bool) -> None:
     control = tmp_path / "mood"
@@ -93,6 +94,7 @@ def test_another_answer_is_a_complaint(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_command_and_can_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     control, task, always = tmp_path / "mood", tmp_path / "task.json", tmp_path / "sitecustomize.py"
     task.write_text(f'{{"seed": {SEED}}}')

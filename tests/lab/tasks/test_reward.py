@@ -56,6 +56,7 @@ def test_only_an_equal_number_is_correct(written: int, truth: int) -> None:
     assert score(str(written), str(truth)) == float(written == truth)
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_the_score_is_a_float_for_any_text(solution: str) -> None:
     result = score(solution)

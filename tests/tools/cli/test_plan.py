@@ -50,6 +50,7 @@ def test_json_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["alternatives"]
 
 
+@pytest.mark.slow
 def test_text_has_a_verdict_and_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path)) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -125,6 +126,7 @@ def test_a_user_error_is_one_line(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_progress_is_also_shown_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     search.plan(TRAINING, 4, max_lag=0, seeds=3, say=said.append)
@@ -135,6 +137,7 @@ def test_progress_is_also_shown_without_a_terminal(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.splitlines() == said[:-1]
 
 
+@pytest.mark.slow
 def test_every_column_of_the_table_is_explained(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path)) == 0
     shown = capsys.readouterr().out

@@ -54,6 +54,7 @@ def test_a_long_tail_pays(long_tail: Plan) -> None:
     assert "the best synchronous layout" in long_tail.why
 
 
+@pytest.mark.slow
 def test_a_plan_stays_the_one_that_was_recorded(long_tail: Plan) -> None:
     """A faster search must find the same. Over 24 windows and three seeds, a lag of 3 takes 2.1 % longer."""
     setting, best = long_tail.found[0].candidate.setting, long_tail.found[0]
