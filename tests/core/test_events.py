@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event log, and busy time computed from it."""
+"""The event log, and the arithmetic of intervals."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import LoopClock, run_virtual
-from recipe.async_pipeline.core.events import (
-    EventLog,
-    Interval,
-    LogRecord,
-    busy_intervals,
-    overlap_seconds,
-)
+from recipe.async_pipeline.core.events import EventLog, Interval, LogRecord, overlap_seconds
 
 
 class ManualClock:
@@ -107,6 +101,7 @@ def test_a_record_is_one_flat_object_in_reading_order() -> None:
         '{"t": 1.5, "role": "train", "event": "E", "state": "RUNNING", "step": 3, "version": 2}'
     )
     assert "state" not in record(1.5, None).as_dict()
+    assert LogRecord.of(full.as_dict()) == full
 
 
 def test_no_field_can_pass_for_the_time() -> None:
@@ -114,72 +109,7 @@ def test_no_field_can_pass_for_the_time() -> None:
         EventLog(ManualClock()).append("train", "ITEM", t=7)
 
 
-# Busy time.
-
-
-def test_no_records_no_intervals() -> None:
-    assert busy_intervals([], "train") == []
-    assert busy_intervals([record(1, "RUNNING", role="generate")], "train") == []
-
-
-def test_an_interval_lasts_until_the_state_changes_or_the_log_ends() -> None:
-    records = [
-        record(1, "RUNNING"),
-        record(2, None),  # an event that changes no state
-        record(3, "WAITING_OUTPUT"),
-        record(5, "RUNNING"),
-        record(9, "WAITING_INPUT", role="generate"),
-    ]
-    assert busy_intervals(records, "train") == [(1, 3), (5, 9)]
-
-
-def test_lanes_are_merged() -> None:
-    records = [
-        record(0, "RUNNING"),
-        record(1, "RUNNING", lane=1),
-        record(2, "WAITING_INPUT"),
-        record(4, "FAILED", lane=1),
-    ]
-    assert busy_intervals(records, "train") == [(0, 4)]
-
-
-def test_touching_intervals_are_one_and_empty_ones_are_none() -> None:
-    records = [
-        record(0, "RUNNING"),
-        record(2, "WAITING_OUTPUT"),
-        record(2, "RUNNING"),
-        record(3, "WAITING_INPUT"),
-        record(5, "RUNNING"),
-        record(5, "WAITING_INPUT"),
-    ]
-    assert busy_intervals(records, "train") == [(0, 3)]
-
-
 HORIZON_S = 30
-
-STATES = st.sampled_from(["RUNNING", "WAITING_INPUT", "WAITING_OUTPUT", None])
-CHANGES = st.lists(
-    st.tuples(st.integers(0, HORIZON_S), st.integers(0, 2), st.sampled_from(["train", "generate"]), STATES),
-    max_size=40,
-).map(lambda changes: sorted(changes, key=lambda change: change[0]))
-
-
-@given(CHANGES)
-def test_busy_intervals_agree_with_looking_at_every_second(
-    changes: list[tuple[int, int, str, str | None]],
-) -> None:
-    records = [record(t, state, role=role, lane=lane) for t, lane, role, state in changes]
-    busy_s: set[int] = set()
-    for second in range(changes[-1][0] if changes else 0):
-        state_of = {
-            lane: state for t, lane, role, state in changes if role == "train" and state and t <= second
-        }
-        if "RUNNING" in state_of.values():
-            busy_s.add(second)
-    found = busy_intervals(records, "train")
-    assert {s for start, end in found for s in range(int(start), int(end))} == busy_s
-    assert all(start < end for start, end in found)
-    assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
 
 
 def intervals(seconds: set[int]) -> list[Interval]:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_role
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.degradation import Caution
-from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
+from recipe.async_pipeline.core.events import overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.items import Group, Prompt, StepBatch
 from recipe.async_pipeline.core.ledger_audit import audit as audit_ledger
+from recipe.async_pipeline.core.replay import busy_intervals
 from recipe.async_pipeline.core.stage import ROLES
 from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
 from recipe.async_pipeline.core.untrained_groups import Order

@@ -143,15 +143,10 @@ def check_events(job: Job, *optional: str) -> None:
     """No event breaks a rule, and each role ended well. `optional`: roles of `core.flow.OPTIONAL` that the
     run has.
     """
-    assert audit_events(job.events()).violations == []
-    seen: set[str] = set()
-    last_state: dict[tuple[str, int], str] = {}
-    for event in job.events():
-        if event["role"] != "flow" and "state" in event:
-            seen.add(event["role"])
-            last_state[event["role"], event.get("lane", 0)] = event["state"]
-    assert seen == (GRAPH.keys() - set(OPTIONAL)) | set(optional)
-    assert set(last_state.values()) == {StageState.DONE.name}
+    audit = audit_events(job.events())
+    assert audit.violations == []
+    assert {role for role, _ in audit.state.lanes} == (GRAPH.keys() - set(OPTIONAL)) | set(optional)
+    assert set(audit.state.lanes.values()) == {StageState.DONE.name}
 
 
 def processes_of(run_dir: Path) -> list[str]:

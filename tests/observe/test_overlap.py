@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.events import LogRecord, busy_intervals, overlap_seconds
+from recipe.async_pipeline.core.events import LogRecord, overlap_seconds
+from recipe.async_pipeline.core.replay import busy_intervals
 from recipe.async_pipeline.observe.overlap import OverlapMeter
 from tests.fakes.trainer import SimTrainer
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.events import busy_intervals
+from recipe.async_pipeline.core.replay import busy_intervals
 from recipe.async_pipeline.errors import RunFilesError
 from recipe.async_pipeline.observe.event_file import read_events
 from recipe.async_pipeline.observe.trace import MAX_FLOWS, TraceEvent, leave_trace, trace_events, write_trace

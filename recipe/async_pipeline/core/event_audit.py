@@ -16,10 +16,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import StageProtocolError
-from .state_machine import TERMINAL, Event, StageState, advance
+from .events import LogRecord
+from .replay import RunState, lane_of
+from .state_machine import Event, StageState, advance
 
 MOVES = frozenset(event.name for event in Event)
-RELEASING = frozenset({"RELEASE", "FINISH", *(state.name for state in TERMINAL)})
 
 
 class EventAudit:
@@ -29,96 +30,80 @@ class EventAudit:
         self.violations: list[str] = []
         self.served: list[tuple[float, int]] = []
         """Pairs of seconds since the log opened and the version that all replicas served then."""
-        self._t = 0.0
-        self._max_lag = 0
-        self._pool_of: dict[str, str] = {}
-        self._slots: dict[str, int] = {}
-        self._states: dict[tuple[str, int], StageState] = {}
-        self._tenants: dict[str, set[tuple[str, int]]] = {}
-        self._trained = self._first = 0
+        self.state = RunState()
+        """The state after the last record."""
         self._gathered: set[int] = set()
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def take(self, flat: Mapping[str, Any]) -> None:
         """Check one line of `events.jsonl`. A line that is not a record is a violation."""
         try:
-            self._take(record, str(record["role"]), str(record["event"]), float(record["t"]))
+            self._take(LogRecord.of(flat))
         except (KeyError, TypeError, ValueError) as error:
-            self._say(f"not a record of an event log ({type(error).__name__}: {error}): {str(record)[:100]}")
+            self._say(f"not a record of an event log ({type(error).__name__}: {error}): {str(flat)[:100]}")
 
-    def _take(self, record: Mapping[str, Any], role: str, event: str, t: float) -> None:
-        if t < self._t:
-            self._say(f"time goes back from {self._t:.6f} to {t:.6f} s at {role} {event}")
-        self._t = t
-        if role == "flow":
-            if event == "START":
-                self._begin(record)
+    def _take(self, record: LogRecord) -> None:
+        before_t, trained = self.state.t, self.state.versions["TRAINED"]
+        if record.t < before_t:
+            self._say(
+                f"time goes back from {before_t:.6f} to {record.t:.6f} s at {record.role} {record.event}"
+            )
+        if record.role != "flow" and record.event in MOVES:
+            self._check_move(record)
+        self.state(record)
+        if record.role == "flow":
             return
-        lane = (role, int(record.get("lane", 0)))
-        if event in MOVES:
-            self._move(lane, Event[event], str(record["state"]))
-        pool = self._pool_of.get(role)
-        if pool is not None:
-            self._lease(pool, lane, event, str(record.get("state")))
-        check = {"TRAINED": self._train, "GATHERED": self._gather, "SERVED": self._serve}.get(event)
-        if check is not None:
-            check(int(record["version"]), record)
+        if record.event == "LEASE":
+            self._check_leases(self.state.home.get(record.role, ""))
+        if record.event == "TRAINED":
+            self._check_training(int(record.fields["version"]), trained, record.fields)
+        elif record.event == "GATHERED":
+            self._check_gather(int(record.fields["version"]))
+        elif record.event == "SERVED":
+            self._check_service(int(record.fields["version"]), int(record.fields["replicas"]))
 
-    def _begin(self, record: Mapping[str, Any]) -> None:
-        self._max_lag, self._first = int(record["max_lag"]), int(record["version"])
-        self._trained = self._first
-        for name, pool in record["pools"].items():
-            self._slots[name], self._tenants[name] = int(pool["slots"]), set()
-            self._pool_of.update(dict.fromkeys(pool["roles"], name))
-
-    def _move(self, lane: tuple[str, int], event: Event, said: str) -> None:
-        before = self._states.get(lane, StageState.IDLE)
-        if event is Event.LEASE and before is StageState.WAITING_OUTPUT and said == before.name:
+    def _check_move(self, record: LogRecord) -> None:
+        """Compare the state in a record with the table; the record has the last word about what follows."""
+        role, number = lane = lane_of(record)
+        before, event = StageState[self.state.lanes.get(lane, "IDLE")], Event[record.event]
+        if event is Event.LEASE and before is StageState.WAITING_OUTPUT and record.state == before.name:
             return  # taken again, see `compute_again`
         try:
             after = advance(before, event)
         except StageProtocolError as error:
-            self._say(f"{lane[0]}[{lane[1]}] at {self._t:.6f} s: {error}")
-            after = StageState[said]
-        if after.name != said:
+            self._say(f"{role}[{number}] at {record.t:.6f} s: {error}")
+            return
+        if after.name != record.state:
             self._say(
-                f"{lane[0]}[{lane[1]}] at {self._t:.6f} s: {event.name} leads from {before.name} to "
-                f"{after.name}, not {said}"
+                f"{role}[{number}] at {record.t:.6f} s: {event.name} leads from {before.name} to "
+                f"{after.name}, not {record.state}"
             )
-        self._states[lane] = after
 
-    def _lease(self, pool: str, lane: tuple[str, int], event: str, state: str) -> None:
-        tenants = self._tenants[pool]
-        if event == "LEASE":
-            tenants.add(lane)
-            if len(tenants) > self._slots[pool]:
-                held = ", ".join(f"{role}[{number}]" for role, number in sorted(tenants))
-                self._say(
-                    f"pool {pool} at {self._t:.6f} s: {len(tenants)} leases on {self._slots[pool]} slots: "
-                    f"{held}"
-                )
-        elif event in RELEASING or state in RELEASING:
-            tenants.discard(lane)
+    def _check_leases(self, pool: str) -> None:
+        tenants = self.state.leases.get(pool, {})
+        if tenants and len(tenants) > (slots := int(self.state.facts["pools"][pool]["slots"])):
+            held = ", ".join(f"{role}[{number}]" for role, number in sorted(tenants))
+            self._say(f"pool {pool} at {self.state.t:.6f} s: {len(tenants)} leases on {slots} slots: {held}")
 
-    def _train(self, version: int, record: Mapping[str, Any]) -> None:
-        if version != self._trained + 1:
-            self._say(f"step {version} is trained after step {self._trained}")
-        self._trained = version
-        if (lag := float(record.get("lag/max", 0))) > self._max_lag:
-            self._say(f"step {version} trains on responses with lag {lag:g}; {self._max_lag} is allowed")
+    def _check_training(self, version: int, trained: int, facts: Mapping[str, Any]) -> None:
+        if version != trained + 1:
+            self._say(f"step {version} is trained after step {trained}")
+        allowed = int(self.state.facts.get("max_lag", 0))
+        if (lag := float(facts.get("lag/max", 0))) > allowed:
+            self._say(f"step {version} trains on responses with lag {lag:g}; {allowed} is allowed")
 
-    def _gather(self, version: int, record: Mapping[str, Any]) -> None:
-        if version > self._trained:
-            self._say(f"version {version} is gathered, and step {self._trained} is the last that was trained")
+    def _check_gather(self, version: int) -> None:
+        if version > (trained := self.state.versions["TRAINED"]):
+            self._say(f"version {version} is gathered, and step {trained} is the last that was trained")
         self._gathered.add(version)
 
-    def _serve(self, version: int, record: Mapping[str, Any]) -> None:
+    def _check_service(self, version: int, replicas: int) -> None:
         if version not in self._gathered:
             self._say(f"version {version} is served, and was never gathered")
         if self.served and version <= self.served[-1][1]:
             self._say(f"version {version} is served after version {self.served[-1][1]}")
-        if int(record["replicas"]) < 1:
+        if replicas < 1:
             self._say(f"version {version} is served by no replica")
-        self.served.append((self._t, version))
+        self.served.append((self.state.t, version))
 
     def _say(self, text: str) -> None:
         self.violations.append(text)

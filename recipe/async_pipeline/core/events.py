@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The append-only log of what every stage did, and the arithmetic of busy time on it."""
+"""The append-only log of what every stage did. `replay` reads it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ class LogRecord:
         """One flat mapping: t to the microsecond, role, event, state unless None, then the fields."""
         state = {} if self.state is None else {"state": self.state}
         return {"t": round(self.t, 6), "role": self.role, "event": self.event, **state, **self.fields}
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any]) -> LogRecord:
+        """Return the record of such a mapping. Raises KeyError or ValueError if it is not one."""
+        fields = dict(flat)
+        return cls(
+            t=float(fields.pop("t")),
+            role=str(fields.pop("role")),
+            event=str(fields.pop("event")),
+            state=fields.pop("state", None),
+            fields=fields,
+        )
 
 
 Subscriber = Callable[[LogRecord], object]
@@ -95,41 +107,6 @@ class EventLog:
             self._opened = now
         self._last_t = max(self._last_t, now - self._opened)
         return self._last_t
-
-
-def busy_intervals(records: Sequence[LogRecord], role: str) -> list[Interval]:
-    """Return when any lane of `role` was RUNNING: disjoint, in order, touching ones merged, no empty
-    ones.
-
-    A lane that still runs at the end counts as running until the last record of any stage.
-    """
-    running: set[int] = set()
-    since = 0.0
-    intervals: list[Interval] = []
-    for record in records:
-        if record.role != role or record.state is None:
-            continue
-        was_busy = bool(running)
-        lane = record.fields.get("lane", 0)
-        if record.state == "RUNNING":
-            running.add(lane)
-        else:
-            running.discard(lane)
-        if running and not was_busy:
-            since = record.t
-        elif was_busy and not running:
-            _extend(intervals, since, record.t)
-    if running:
-        _extend(intervals, since, records[-1].t)
-    return intervals
-
-
-def _extend(intervals: list[Interval], start: float, end: float) -> None:
-    """Append an interval in place, or extend the last one if they touch."""
-    if intervals and intervals[-1][1] == start:
-        start, _ = intervals.pop()
-    if start < end:
-        intervals.append((start, end))
 
 
 def overlap_seconds(a: Sequence[Interval], b: Sequence[Interval]) -> float:

@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.events import LogRecord
-from ..core.state_machine import TERMINAL
+from ..core.replay import RunState
 from .accounting import Accounting, PoolAccount, Seconds, StepAccount, sum_by_reason
-
-_TERMINAL = {state.name for state in TERMINAL}
 
 
 class Accountant:
@@ -24,14 +22,8 @@ class Accountant:
     def __init__(self, *, keep_steps: int | None = None) -> None:
         """`keep_steps` bounds the number of steps of the account; None keeps all."""
         self._pools: dict[str, PoolAccount] = {}
-        self._home: dict[str, str] = {}
-        """Stage to pool."""
-        self._upstream: dict[str, tuple[str, ...]] = {}
-        self._downstream: dict[str, tuple[str, ...]] = {}
-
-        self._lanes: dict[tuple[str, int], str] = {}
-        self._gated: dict[tuple[str, int], str] = {}
-        self._holders: dict[str, dict[tuple[str, int], None]] = {}
+        self.state = RunState()
+        """The state after the last record."""
         self._pending: dict[str, Seconds] = {}
         """Seconds of the rollout's pool since its servers last reported."""
 
@@ -43,7 +35,7 @@ class Accountant:
         self._weights_s = 0.0
         """Duration of the last weight update."""
 
-        self._startup_s = self._steady_from = self._now = 0.0
+        self._startup_s = self._steady_from = 0.0
         self._serving = False
         self._warm: Accounting | None = None
         """The account at the moment when the run became warm."""
@@ -54,11 +46,9 @@ class Accountant:
     def __call__(self, record: LogRecord) -> None:
         if record.event == "START" and record.role == "flow":
             self._begin(record.fields)
-        self._advance(record.t - self._now)
-        self._now = record.t
+        self._advance(record.t - self.state.t)
+        self.state(record)
         self._record_fact(record)
-        if record.state is not None and record.role != "flow":
-            self._change_state(record)
 
     def account(self) -> Accounting:
         """Return the account up to the last record. Raises AccountingError if it does not add up."""
@@ -73,10 +63,10 @@ class Accountant:
         }
 
         result = Accounting(
-            wall_s=self._startup_s + self._now,
+            wall_s=self._startup_s + self.state.t,
             pools=pools,
             steps=tuple(self._steps),
-            steady_s=self._now - self._steady_from if self._serving else 0.0,
+            steady_s=self.state.t - self._steady_from if self._serving else 0.0,
             loop_s=self._loop_s,
         )
         result.check()
@@ -105,40 +95,14 @@ class Accountant:
     # Record by record.
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
-        self._downstream = {role: tuple(consumers) for role, consumers in facts["graph"].items()}
-        self._upstream = {
-            role: tuple(a for a, consumers in self._downstream.items() if role in consumers)
-            for role in self._downstream
-        }
-        # Prompts are admitted by weight updates.
-        self._upstream["dataloader"] = ("param_update",)
-
         self._batches_in_flight = int(facts.get("max_lag", 0)) + 1
         self._startup_s = float(facts.get("startup_s", 0.0))
 
         for name, pool in facts["pools"].items():
             self._pools[name] = PoolAccount(devices=pool["devices"], roles=tuple(pool["roles"]))
             self._pools[name].seconds["start_up"] = pool["devices"] * self._startup_s
-            self._home.update(dict.fromkeys(pool["roles"], name))
-            self._holders[name] = {}
             if "generate" in pool["roles"]:
                 self._pending[name] = defaultdict(float)
-
-    def _change_state(self, record: LogRecord) -> None:
-        lane = (record.role, int(record.fields.get("lane", 0)))
-        assert record.state is not None
-        self._lanes[lane] = record.state
-
-        if record.event == "GATED":
-            self._gated[lane] = str(record.fields["on"])
-        elif record.event == "ITEM" or record.state in _TERMINAL:
-            self._gated.pop(lane, None)
-
-        pool = self._home.get(record.role)
-        if pool is not None and record.event == "LEASE":
-            self._holders[pool][lane] = None
-        elif pool is not None and record.event == "RELEASE":
-            self._holders[pool].pop(lane, None)
 
     def _record_fact(self, record: LogRecord) -> None:
         if record.event == "SERVED":
@@ -184,8 +148,8 @@ class Accountant:
             self._step[self._trained_or_awaited()] += seconds
 
     def _reason(self, pool: str) -> str:
-        holders = self._holders[pool]
-        running = next((role for role, lane in holders if self._lanes[role, lane] == "RUNNING"), None)
+        holders = self.state.leases[pool]
+        running = next((lane[0] for lane in holders if self.state.lanes[lane] == "RUNNING"), None)
         if running is not None:
             return "sync" if running == "param_update" else f"compute_{running}"
         if holders:
@@ -195,8 +159,8 @@ class Accountant:
 
     def _trained_or_awaited(self) -> str:
         """Return `train` while the trainer computes, otherwise the stage that it waits for, or `none`."""
-        holders = self._holders.get(self._home.get("train", ""), {})
-        if any(role == "train" and self._lanes[role, lane] == "RUNNING" for role, lane in holders):
+        holders = self.state.leases.get(self.state.home.get("train", ""), {})
+        if any(lane[0] == "train" and self.state.lanes[lane] == "RUNNING" for lane in holders):
             return "train"
         return self._nearest_running(["train"]) or "none"
 
@@ -206,34 +170,16 @@ class Accountant:
 
         while frontier:
             found: list[str] = []
-            for role in frontier:
-                for before in self._waits_for(role):
-                    if self._is_running(before) and before not in roles:
-                        return before
-                    if before not in seen:
-                        seen.add(before)
-                        found.append(before)
+            lanes = [lane for role in frontier for lane in self.state.lanes_of(role)]
+            for before in (role for lane in lanes for role in self.state.awaited_by(lane)):
+                if self.state.is_running(before) and before not in roles:
+                    return before
+                if before not in seen:
+                    seen.add(before)
+                    found.append(before)
             frontier = found
 
-        return next((role for role in roles if self._is_running(role)), None)
-
-    def _waits_for(self, role: str) -> tuple[str, ...]:
-        """Return the stages that this stage waits for; none if it computes or has ended."""
-        lanes = [(lane, state) for lane, state in self._lanes.items() if lane[0] == role]
-        states = {state for _, state in lanes}
-        gates = tuple(self._gated[lane] for lane, _ in lanes if lane in self._gated)
-
-        if gates:
-            return gates
-        if "WAITING_RESOURCE" in states:
-            # A stage without devices passes through this state between two consecutive records.
-            return tuple(holder for holder, _ in self._holders.get(self._home.get(role, ""), {}))
-        if "WAITING_OUTPUT" in states:
-            return self._downstream.get(role, ())
-        return self._upstream.get(role, ()) if "WAITING_INPUT" in states else ()
-
-    def _is_running(self, role: str) -> bool:
-        return any(state == "RUNNING" for (name, _), state in self._lanes.items() if name == role)
+        return next((role for role in roles if self.state.is_running(role)), None)
 
     # Corrections once the servers have reported.
 

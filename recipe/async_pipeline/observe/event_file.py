@@ -138,8 +138,5 @@ def read_events(path: Path) -> list[LogRecord]:
             if number == len(lines) - 1:
                 break
             raise
-
-        common: dict[str, Callable[[Any], Any]] = {"t": float, "role": str, "event": str}
-        converted = {key: convert(fields.pop(key)) for key, convert in common.items()}
-        records.append(LogRecord(**converted, state=fields.pop("state", None), fields=fields))
+        records.append(LogRecord.of(fields))
     return records

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..core.events import LogRecord
-from ..core.state_machine import StageState
+from ..core.replay import RunState
 
 
 class OverlapMeter:
@@ -12,20 +12,15 @@ class OverlapMeter:
 
     def __init__(self, first: str = "generate", second: str = "train") -> None:
         self.seconds = 0.0
-        self._running: dict[str, set[int]] = {first: set(), second: set()}
+        self._roles = (first, second)
+        self._state = RunState()
         self._since: float | None = None
 
     def __call__(self, record: LogRecord) -> None:
-        lanes = self._running.get(record.role)
-        if lanes is None or record.state is None:
+        if record.role not in self._roles:
             return
-        lane = int(record.fields.get("lane", 0))
-        if record.state == StageState.RUNNING.name:
-            lanes.add(lane)
-        else:
-            lanes.discard(lane)
-
-        both = all(self._running.values())
+        self._state(record)
+        both = all(map(self._state.is_running, self._roles))
         if both and self._since is None:
             self._since = record.t
         elif not both and self._since is not None:

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.events import LogRecord
-from ..core.state_machine import TERMINAL
+from ..core.replay import Lane, RunState, lane_of
 from ..errors import AsyncPipelineError, RunFilesError
 from .event_file import read_events
-from .group_counts import GroupCounts
 from .trace_episodes import Episode, episode_events
 
 TraceEvent = dict[str, Any]
@@ -38,7 +37,6 @@ LEASE_TID = 1
 MARKS_TID = 1
 """Thread of the run's process that shows marks."""
 
-_TERMINAL = {state.name for state in TERMINAL}
 _BATCH_ROLES = ("logp", "ref_logp", "values", "reward", "critic")
 """Stages that work on a whole batch, which is identified by its step."""
 _MARKS = {
@@ -115,18 +113,11 @@ class TraceBuilder:
     def __init__(self) -> None:
         self._events: list[TraceEvent] = []
         self._pids: dict[str, int] = {}
-        self._home: dict[str, str] = {}
-        self._upstream: dict[str, tuple[str, ...]] = {}
-        self._downstream: Mapping[str, Sequence[str]] = {}
+        self._state = RunState()
 
-        self._tracks: dict[tuple[str, int], _Track] = {}
+        self._tracks: dict[Lane, _Track] = {}
         self._leases: dict[str, _Track] = {}
-        self._held: dict[str, dict[tuple[str, int], None]] = {}
-        self._gated: dict[tuple[str, int], str] = {}
-        self._batches: dict[int, Sequence[str]] = {}
-
-        self._counts = GroupCounts()
-        self._versions = {"TRAINED": 0, "GATHERED": 0, "SERVED": 0}
+        self._counts: Mapping[str, int] = self._state.group_counts
         self._passages: dict[str, list[tuple[float, dict[str, int]]]] = defaultdict(list)
         """Group to the times and slices that its arrow passes through."""
         self._trained: set[str] = set()
@@ -135,15 +126,18 @@ class TraceBuilder:
 
     def __call__(self, record: LogRecord) -> None:
         self._t_us = round(record.t * 1e6, 3)
+        trained = self._state.batches.get(int(record.fields["step"]), ()) if record.event == "TRAINED" else ()
+        self._state(record)
         if record.role == "flow":
             if record.event == "START":
                 self._begin(record.fields)
             return
         if record.state is not None:
             self._change_state(record)
-        self._record_fact(record)
-        if self._counts(record):
-            self._count("groups", self._counts.counts)
+        self._record_fact(record, trained)
+        if self._counts != (counts := self._state.group_counts):
+            self._counts = counts
+            self._count("groups", counts)
 
     def events(self) -> list[TraceEvent]:
         """Return the whole trace in order of time; open slices end at the last record."""
@@ -169,12 +163,6 @@ class TraceBuilder:
                 "the event log does not name the stages and pools of the run; an older version wrote it"
             )
 
-        self._downstream = facts["graph"]
-        self._upstream = {
-            role: tuple(a for a, bs in self._downstream.items() if role in bs) for role in self._downstream
-        }
-        self._upstream["dataloader"] = ("param_update",)
-
         self._name(RUN_PID, "run")
         self._name_thread(RUN_PID, MARKS_TID, "weight updates, checkpoints, recalls")
         self._name_thread(RUN_PID, MARKS_TID + 1, "validation")
@@ -182,10 +170,9 @@ class TraceBuilder:
 
         for number, (name, pool) in enumerate(facts["pools"].items(), start=HOST_PID + 1):
             self._pids[name] = number
-            self._home.update(dict.fromkeys(pool["roles"], name))
             self._name(number, f"pool {name}: {pool['devices']} device{'s' if pool['devices'] != 1 else ''}")
             self._name_thread(number, LEASE_TID, "lease")
-            self._leases[name], self._held[name] = _Track(number, LEASE_TID), {}
+            self._leases[name] = _Track(number, LEASE_TID)
 
     def _name(self, pid: int, name: str) -> None:
         for kind, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": pid})):
@@ -197,8 +184,9 @@ class TraceBuilder:
 
     def _track(self, role: str, lane: int) -> _Track:
         if (role, lane) not in self._tracks:
-            pid = self._pids.get(self._home.get(role, ""), HOST_PID)
-            place = list(self._downstream).index(role) if role in self._downstream else len(self._downstream)
+            pid = self._pids.get(self._state.home.get(role, ""), HOST_PID)
+            roles = list(self._state.downstream)
+            place = roles.index(role) if role in roles else len(roles)
             tid = LEASE_TID + 1 + 1000 * place + lane
             self._name_thread(pid, tid, role if not lane else f"{role} [{lane}]")
             self._tracks[role, lane] = _Track(pid, tid)
@@ -207,14 +195,9 @@ class TraceBuilder:
     # Slices, from the state changes of the lanes.
 
     def _change_state(self, record: LogRecord) -> None:
-        lane = (record.role, int(record.fields.get("lane", 0)))
+        lane = lane_of(record)
         track = self._track(*lane)
-
-        if record.event == "GATED":
-            self._gated[lane] = f"{record.fields['on']} (version {record.fields['version']})"
-        elif record.event == "ITEM" or record.state in _TERMINAL:
-            self._gated.pop(lane, None)
-        self._lease(record, lane)
+        self._show_lease(record)
         if record.event == "OUTPUT" and "key" in record.fields:
             track.touch(self._t_us, str(record.fields["key"]))
 
@@ -225,61 +208,49 @@ class TraceBuilder:
             self._add_passages(track, track.show(self._t_us, name, cat, **args))
 
         if record.event == "LEASE" and record.role in _BATCH_ROLES and step is not None:
-            for group in self._batches.get(int(step), ()):
+            for group in self._state.batches.get(int(step), ()):
                 track.touch(self._t_us, group)
 
-    def _label(self, record: LogRecord, lane: tuple[str, int]) -> tuple[str | None, str]:
+    def _label(self, record: LogRecord, lane: Lane) -> tuple[str | None, str]:
         """Return name and category of the slice of a lane's new state; the name is None for no slice."""
-        role = record.role
+        awaited = self._state.awaited_by(lane)
         if record.state == "RUNNING":
-            return role, "run"
+            return record.role, "run"
         if record.state == "WAITING_INPUT":
-            awaited = self._gated.get(lane) or " or ".join(self._upstream.get(role, ()))
-            return f"waits for {awaited}" if awaited else None, "wait"
+            gate = self._state.gates.get(lane)
+            shown = f"{gate.on} (version {gate.version})" if gate else " or ".join(awaited)
+            return f"waits for {shown}" if shown else None, "wait"
         if record.state == "WAITING_RESOURCE":
-            holders = {name for name, _ in self._held.get(self._home.get(role, ""), {})}
-            return f"waits for devices: {', '.join(sorted(holders)) or 'their turn'}", "wait"
+            return f"waits for devices: {', '.join(sorted(awaited)) or 'their turn'}", "wait"
         if record.state == "WAITING_OUTPUT":
-            consumers = ", ".join(self._downstream.get(role, ()))
-            return f"hands over to {consumers}" if consumers else "hands over its output", "wait"
+            return f"hands over to {', '.join(awaited)}" if awaited else "hands over its output", "wait"
         return None, ""
 
-    def _lease(self, record: LogRecord, lane: tuple[str, int]) -> None:
-        pool = self._home.get(record.role)
+    def _show_lease(self, record: LogRecord) -> None:
+        pool = self._state.home.get(record.role)
         if pool is None or record.event not in ("LEASE", "RELEASE"):
             return
-        held = self._held[pool]
-        if record.event == "LEASE":
-            held[lane] = None
-        else:
-            held.pop(lane, None)
-
-        roles = [role for role, _ in held]
+        roles = [role for role, _ in self._state.leases[pool]]
         names = [f"{role} x {n}" if (n := roles.count(role)) > 1 else role for role in dict.fromkeys(roles)]
         self._leases[pool].show(self._t_us, ", ".join(names) or None, "lease")
 
     # Counters, marks and arrows, from the facts in the log.
 
-    def _record_fact(self, record: LogRecord) -> None:
-        event, fields = record.event, record.fields
-        lane = (record.role, int(fields.get("lane", 0)))
+    def _record_fact(self, record: LogRecord, trained: Sequence[str]) -> None:
+        """Show a fact; `trained`: the groups of the step that the record ends."""
+        event, fields, lane = record.event, record.fields, lane_of(record)
 
-        if event == "DRAWN":
+        if event in ("DRAWN", "ASSEMBLED"):
             self._touch(lane, fields["keys"])
         elif event == "ANSWERED" and (episode := Episode.of(record)) is not None:
             self._episodes.append(episode)
-        elif event == "ASSEMBLED":
-            self._batches[int(fields["step"])] = fields["keys"]
-            self._touch(lane, fields["keys"])
         elif event == "TRAINED":
-            groups = self._batches.pop(int(fields["step"]), ())
-            self._touch(lane, groups)
-            self._trained.update(groups)
+            self._touch(lane, trained)
+            self._trained.update(trained)
             self._count("lag", {"mean": fields.get("lag/mean", 0.0), "max": fields.get("lag/max", 0.0)})
 
-        if event in self._versions:
-            self._versions[event] = int(fields["version"])
-            self._count("version", {kind.lower(): version for kind, version in self._versions.items()})
+        if event in self._state.versions:
+            self._count("version", {kind.lower(): version for kind, version in self._state.versions.items()})
 
         if event in _MARKS:
             shown = {
@@ -304,7 +275,7 @@ class TraceBuilder:
     def _count(self, name: str, values: Mapping[str, Any]) -> None:
         self._events.append({"ph": "C", "name": name, "ts": self._t_us, "pid": RUN_PID, "args": dict(values)})
 
-    def _touch(self, lane: tuple[str, int], groups: Iterable[str]) -> None:
+    def _touch(self, lane: Lane, groups: Iterable[str]) -> None:
         track = self._track(*lane)
         for group in groups:
             track.touch(self._t_us, group)

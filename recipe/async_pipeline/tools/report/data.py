@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...core.events import Interval, LogRecord, busy_intervals
+from ...core.events import Interval, LogRecord
+from ...core.replay import busy_intervals
 from ...observe.accountant import Accountant
 from ...observe.accounting import Accounting, AccountingError
-from ...observe.group_counts import GroupCounts
 from ...observe.observers import ACCOUNT
 from ...observe.picture_folder import Picture
 from .episode_figures import EpisodeFigures, episode_figures
@@ -213,8 +213,8 @@ def _lag_share(rows: Sequence[Any]) -> Mapping[int, float]:
 
 
 def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
-    start = next(record for record in records if record.role == "flow")
-    accountant, groups = Accountant(), GroupCounts()
+    accountant = Accountant()
+    state = accountant.state
     pools: dict[str, list[Span]] = {}
     queues: dict[str, list[tuple[float, float]]] = {}
     now = 0.0
@@ -224,9 +224,10 @@ def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
             for pool, reason in accountant.doing().items():
                 _extend(pools.setdefault(pool, []), now, record.t, reason)
             now = record.t
+        before = state.group_counts
         accountant(record)
-        if groups(record):
-            for place, count in groups.counts.items():
+        if before != state.group_counts:
+            for place, count in state.group_counts.items():
                 queues.setdefault(place, []).append((record.t, float(count)))
 
     trained = [record for record in records if record.event == "TRAINED"]
@@ -235,10 +236,10 @@ def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
     return {
         "accounting": accountant.account(),
         "warm": accountant.since_warm(),
-        "max_lag": start.fields.get("max_lag"),
+        "max_lag": state.facts.get("max_lag"),
         "pools": pools,
-        "roles": {role: spans for role in start.fields["graph"] if (spans := busy_intervals(records, role))},
-        "home": {role: pool for pool, facts in start.fields["pools"].items() for role in facts["roles"]},
+        "roles": {role: spans for role in state.downstream if (spans := busy_intervals(records, role))},
+        "home": state.home,
         "step_ends": {int(record.fields["step"]): record.t for record in trained},
         "tail_s": [
             float(record.fields["batch/tail_s"]) for record in trained if "batch/tail_s" in record.fields

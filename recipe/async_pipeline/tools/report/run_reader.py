@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.events import LogRecord
+from ...core.replay import start_facts
 from ...errors import RunFilesError
 from ...observe.event_file import read_events
 from ...observe.picture_folder import Picture, read_pictures
@@ -88,8 +89,7 @@ def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:
         )
         return ()
 
-    start = next((record for record in events if record.role == "flow" and record.event == "START"), None)
-    if start is None or "graph" not in start.fields or "pools" not in start.fields:
+    if not {"graph", "pools"} <= start_facts(events).keys():
         missing.append(
             "events.jsonl does not begin with the stages and pools of the run (an older version wrote it): "
             "no device-seconds"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.events import LogRecord
+from ...core.replay import RunState, lane_of, start_facts
 from ...errors import ConfigError, RunFilesError
 from .run_reader import RunFiles
 
@@ -86,7 +87,7 @@ def window_of(run: RunFiles, seconds: float) -> Window:
     )
     return Window(
         name=str(run.summary.get("strategy") or run.path.name),
-        max_lag=int(_start(run).fields["max_lag"]),
+        max_lag=int(_facts(run)["max_lag"]),
         seconds=seconds,
         lanes=1 + max((s.lane for s in everything), default=0),
         prompts=_clipped(everything, origin, seconds),
@@ -100,10 +101,9 @@ def window_of(run: RunFiles, seconds: float) -> Window:
     )
 
 
-def _start(run: RunFiles) -> LogRecord:
-    for record in run.events:
-        if record.role == "flow" and record.event == "START":
-            return record
+def _facts(run: RunFiles) -> Mapping[str, Any]:
+    if facts := start_facts(run.events):
+        return facts
     raise RunFilesError(f"{run.path}/events.jsonl has no start of a pipeline; name the folder of another run")
 
 
@@ -145,21 +145,13 @@ def _in_lanes(spans: Iterable[tuple[float, float, int]]) -> list[Slice]:
 
 def _training(run: RunFiles) -> list[Slice]:
     """Return the leases of the pool that trains."""
-    pools: Mapping[str, Mapping[str, Any]] = _start(run).fields["pools"]
-    tenants = next(pool["roles"] for pool in pools.values() if "train" in pool["roles"])
-    since: dict[tuple[str, object], float] = {}
-    slices = []
+    state, slices = RunState(), []
     for record in run.events:
-        who = (record.role, record.fields.get("lane"))
-        if record.role in tenants and record.event == "LEASE":
-            since[who] = record.t
-        elif record.event == "RELEASE" and who in since:
-            step = int(record.fields["step"])
-            slices.append(
-                Slice(
-                    start=since.pop(who), end=record.t, step=step, pale=record.role not in ("train", "critic")
-                )
-            )
+        held = state.leases.get(state.home.get("train", ""), {}).get(lane_of(record))
+        state(record)
+        if record.event == "RELEASE" and held is not None:
+            step, pale = int(record.fields["step"]), record.role not in ("train", "critic")
+            slices.append(Slice(start=held, end=record.t, step=step, pale=pale))
     return slices
 
 
