@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
+from recipe.async_pipeline.core.bound import LoopCosts
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.items import Group, Prompt
@@ -137,7 +138,7 @@ def test_devices_count_while_they_are_in_the_pool() -> None:
     assert found.pools["train"] == before.pools["train"]
     passed = sum(p.total - p.seconds["start_up"] for p in found.pools.values())
     assert found.bubble_ratio == pytest.approx(1 - sum(p.busy for p in found.pools.values()) / passed)
-    later = found.after(account([r for r in records if r.t < 4.0]), loop_s=0.0)
+    later = found.after(account([r for r in records if r.t < 4.0]), LoopCosts())
     assert [added for _, added in later.pools["generate"].changes][-1] == -1
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ..core.bound import LoopCosts
 from ..core.events import LogRecord
 from ..core.replay import RunState
 from .accounting import Accounting, PoolAccount, Seconds, StepAccount, sum_by_reason
@@ -29,19 +31,21 @@ class Accountant:
 
         self._steps: deque[StepAccount] = deque(maxlen=keep_steps)
         self._step: Seconds = defaultdict(float)
-        self._batches_in_flight = 1
-        self._loop_s = 0.0
-        """Loop bound of all steps."""
-        self._weights_s = 0.0
-        """Duration of the last weight update."""
+        self._max_lag = 0
+        self._loop = LoopCosts()
+        """Sum over all steps."""
+        self._gathered_t: dict[int, float] = {}
+        """When each version was gathered that is not served yet."""
+        self._weights_s = self._served_t = 0.0
+        """Duration and end of the last weight update."""
 
         self._startup_s = self._steady_from = 0.0
         self._serving = False
         self._warm: Accounting | None = None
         """The account at the moment when the run became warm."""
         self._warm_t = 0.0
-        self._warm_loop_s = 0.0
-        """Loop bound of the steps since then."""
+        self._warm_loop = LoopCosts()
+        """Sum over the steps since then."""
 
     def __call__(self, record: LogRecord) -> None:
         if record.event == "START" and record.role == "flow":
@@ -67,7 +71,8 @@ class Accountant:
             pools=pools,
             steps=tuple(self._steps),
             steady_s=self.state.t - self._steady_from if self._serving else 0.0,
-            loop_s=self._loop_s,
+            max_lag=self._max_lag,
+            loop=self._loop,
         )
         result.check()
         return result
@@ -77,7 +82,7 @@ class Accountant:
 
         By then code is compiled and caches are full. Raises AccountingError if it does not add up.
         """
-        return None if self._warm is None else self.account().after(self._warm, self._warm_loop_s)
+        return None if self._warm is None else self.account().after(self._warm, self._warm_loop)
 
     @property
     def last_step(self) -> StepAccount | None:
@@ -95,7 +100,7 @@ class Accountant:
     # Record by record.
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
-        self._batches_in_flight = int(facts.get("max_lag", 0)) + 1
+        self._max_lag = int(facts.get("max_lag", 0))
         self._startup_s = float(facts.get("startup_s", 0.0))
 
         for name, pool in facts["pools"].items():
@@ -105,9 +110,12 @@ class Accountant:
                 self._pending[name] = defaultdict(float)
 
     def _record_fact(self, record: LogRecord) -> None:
-        if record.event == "SERVED":
+        if record.event == "GATHERED":
+            self._gathered_t[int(record.fields["version"])] = record.t
+        elif record.event == "SERVED":
             self._settle(record.fields)
-            self._weights_s = update_s(record.fields)
+            began = max(self._served_t, self._gathered_t.pop(int(record.fields["version"]), self._served_t))
+            self._weights_s, self._served_t = weights_s(record.fields, record.t - began), record.t
             if self._steps and self._warm is None:
                 self._warm, self._warm_t = self.account(), record.t
             if not self._serving:
@@ -125,12 +133,11 @@ class Accountant:
 
     def _finish_step(self, record: LogRecord) -> None:
         tail_s = float(record.fields.get("batch/tail_s", 0.0))
-        after_s = self._step["train"] + self._weights_s
-        self._loop_s += (tail_s + after_s) / self._batches_in_flight
+        costs = LoopCosts(tail_s=tail_s, update_s=self._step["train"], weights_s=self._weights_s)
+        self._loop += costs
         if self._warm:
             # A response that began before the run was warm took longer; count only its warm part.
-            warm_tail_s = min(tail_s, record.t - self._warm_t)
-            self._warm_loop_s += (warm_tail_s + after_s) / self._batches_in_flight
+            self._warm_loop += replace(costs, tail_s=min(tail_s, record.t - self._warm_t))
 
         self._steps.append(StepAccount(step=int(record.fields["step"]), seconds=dict(self._step)))
         self._step = defaultdict(float)
@@ -222,13 +229,13 @@ def account(records: Iterable[LogRecord]) -> Accounting:
     return accountant.account()
 
 
-def update_s(facts: Mapping[str, Any]) -> float:
-    """Return the seconds of a weight update without waits: gather, preparation, and one commit after another.
+def weights_s(facts: Mapping[str, Any], took_s: float) -> float:
+    """Return the seconds of a weight update without waits: gather, preparation, and the commits.
 
-    The facts are sums over replicas, which prepare at once. Older logs have no commits: all of a load was
-    one.
+    The facts are sums over replicas, which prepare at once. The commits follow one another, or as many
+    replicas at a time as brought it to `took_s`, the time from the gather until all replicas served it.
     """
-    load_s = float(facts.get("load_s", 0.0))
-    commit_s = float(facts.get("commit_s", load_s))
-    prepare_s = float(facts.get("transfer_s", 0.0)) + load_s - commit_s
-    return float(facts.get("gather_s", 0.0)) + prepare_s / max(1, int(facts.get("replicas", 1))) + commit_s
+    replicas = max(1, int(facts.get("replicas", 1)))
+    commit_s = float(facts.get("commit_s", 0.0))
+    prepare_s = float(facts.get("transfer_s", 0.0)) + float(facts.get("load_s", 0.0)) - commit_s
+    return float(facts.get("gather_s", 0.0)) + min(took_s, prepare_s / replicas + commit_s)

@@ -19,9 +19,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..core.bound import LoopCosts, loop_terms
+
 Seconds = defaultdict[str, float]
 """Device-seconds by reason."""
 
+FORWARD = ("logp", "ref_logp", "values")
+"""Stages that a batch passes through on devices before it is trained."""
 _WORK = ("compute_", "sync", "validation")
 _TOLERANCE = 1e-6
 """Relative tolerance of the sums, for rounding errors."""
@@ -62,6 +66,12 @@ class PoolAccount:
         """Device-seconds of work."""
         return sum(s for reason, s in self.seconds.items() if is_work(reason))
 
+    @property
+    def forward_s(self) -> float:
+        """Seconds of the stages that a batch passes through before it is trained."""
+        device_s = sum(self.seconds.get(f"compute_{role}", 0.0) for role in FORWARD)
+        return device_s / self.devices if self.devices else 0.0
+
     def shares(self) -> dict[str, float]:
         """Return the share of each reason, largest first; the shares sum to 1, or are empty at time 0."""
         total = self.total
@@ -94,8 +104,9 @@ class Accounting:
     steps: Sequence[StepAccount]
     steady_s: float
     """Wall-clock seconds since the first version was served."""
-    loop_s: float = 0.0
-    """Lower bound of `steady_s` set by the loop of each step; see `overlap_efficiency`."""
+    max_lag: int = 0
+    loop: LoopCosts = LoopCosts()
+    """The sum over all steps."""
 
     def check(self) -> None:
         """Check the sums. Raises AccountingError if a pool's seconds are not its devices times `wall_s`."""
@@ -106,10 +117,10 @@ class Accounting:
                     f"pool {name}: {pool.total:.6f} of {expected:.6f} device-seconds are accounted for"
                 )
 
-    def after(self, earlier: Accounting, loop_s: float) -> Accounting:
+    def after(self, earlier: Accounting, loop: LoopCosts) -> Accounting:
         """Return the account of the time since an earlier account of the same run.
 
-        `loop_s` is the loop bound of that part. Raises AccountingError if the difference does not add up.
+        `loop`: the costs of the steps of that part. Raises AccountingError if the difference does not add up.
         """
         pools = {
             name: PoolAccount(
@@ -123,7 +134,12 @@ class Accounting:
 
         wall_s = self.wall_s - earlier.wall_s
         result = Accounting(
-            wall_s=wall_s, pools=pools, steps=self.steps[len(earlier.steps) :], steady_s=wall_s, loop_s=loop_s
+            wall_s=wall_s,
+            pools=pools,
+            steps=self.steps[len(earlier.steps) :],
+            steady_s=wall_s,
+            max_lag=self.max_lag,
+            loop=loop,
         )
         result.check()
         return result
@@ -150,10 +166,19 @@ class Accounting:
     def overlap_efficiency(self) -> float:
         """Fastest possible time for the same work on these pools, divided by the time taken, in [0, 1].
 
-        The larger of two lower bounds counts: the work of the busiest pool, and the loop of a step (longest
-        response, optimizer step, weight update) divided by the max_lag + 1 batches that may be in flight.
+        The larger of two lower bounds counts: the work of the busiest pool, and the loop (`core.bound`).
         """
         return min(1.0, max(self.busiest, self.loop_s / self.steady_s)) if self.steady_s else 0.0
+
+    @property
+    def loop_s(self) -> float:
+        """Lower bound of `steady_s` set by the loop."""
+        return loop_terms(self.loop, max_lag=self.max_lag, batches_ahead=self.max_lag)["loop"]
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of the forward passes: of the pool in which they take longest, one after another there."""
+        return max((pool.forward_s for pool in self.pools.values()), default=0.0)
 
 
 def sum_by_reason(*parts: Mapping[str, float]) -> Seconds:

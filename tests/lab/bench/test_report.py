@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.lab.bench.bound import StageWork
-from recipe.async_pipeline.lab.bench.report import bounds, report, table
+from recipe.async_pipeline.lab.bench.measure import StageWork
+from recipe.async_pipeline.lab.bench.report import bounds, pools_of, report, table
 from recipe.async_pipeline.lab.bench.workload import Workload
 from tests.fakes.bench_results import ONE, RESULTS, arm
 
@@ -58,6 +58,15 @@ def test_the_bound_uses_the_least_disturbed_turn_of_arms_of_the_same_kind() -> N
     assert max(found["verl_sync"].values()) == pytest.approx(3.0 + 5.0 + 0.1), (
         "the work of training on shared devices is from this arm"
     )
+
+
+def test_devices_and_cores_can_be_the_bound() -> None:
+    work = StageWork(
+        tail_s=6.0, group_s=2.0, train_s=1.0, update_s=0.7, weights_s=0.1, generate_cpu_s=3.0, cpu_s=9.0
+    )
+    assert pools_of(work, False, 2) == {"devices": 3.0, "cores": 4.5}
+    assert pools_of(work._replace(generate_cpu_s=0.5), False, 3) == {"devices": 1.0, "cores": 3.0}
+    assert pools_of(work, True, 3)["devices"] == pytest.approx(1.0 + 1.5), "they train and generate in turn"
 
 
 def test_the_tables_show_speed_time_cost_ratios_and_failures(data: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,13 @@ class LoggingTrainer(SimulatedTrainer):
         }
         seconds = self.log.append("generate", "ASKED").t - began
         self.log.append("generate", "ANSWERED", key=prompt.uid, seconds=seconds, **columns)
-        return group
+        if group is None:
+            return None
+        spent = map(
+            sum, zip(columns["generate_s"], columns["environment_s"], columns["score_s"], strict=True)
+        )
+        answered = tuple(replace(t, seconds=s) for t, s in zip(group.trajectories, spent, strict=True))
+        return replace(group, trajectories=answered)
 
 
 def write_run(setting: Setting, directory: Path) -> None:

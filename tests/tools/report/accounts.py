@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe.async_pipeline.core.bound import LoopCosts
 from recipe.async_pipeline.observe.accounting import Accounting, PoolAccount, StepAccount
 from recipe.async_pipeline.tools.report.advice_model import Facts, facts_of
 from recipe.async_pipeline.tools.report.data import RunData
@@ -49,7 +50,8 @@ def run_of(
         pools=accounts,
         steps=[StepAccount(step=n + 1, seconds=each) for n in range(steps)],
         steady_s=100.0,
-        loop_s=loop_s,
+        max_lag=max_lag,
+        loop=LoopCosts(tail_s=loop_s * (max_lag + 1)),
     )
     found.check()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import pytest
 
+from recipe.async_pipeline.core.bound import LoopCosts
 from recipe.async_pipeline.tools.report.advice_model import Advice, Model, facts_of
 from tests.tools.report.accounts import facts_for, run_of, work
 
 
 def test_the_bound_is_the_largest_of_pools_and_loop() -> None:
-    model = Model(work={"a": 100.0, "b": 60.0}, devices={"a": 2, "b": 1}, loop_s=40.0, max_lag=1)
+    model = Model(
+        work={"a": 100.0, "b": 60.0}, devices={"a": 2, "b": 1}, loop=LoopCosts(tail_s=80.0), max_lag=1
+    )
     assert model.bound() == 60.0
     assert model.bound(devices={"b": 2}) == 50.0
     assert model.bound(max_lag=0) == 80.0
@@ -23,8 +26,8 @@ def test_the_loop_includes_the_forward_passes_of_the_slowest_pool() -> None:
         "train": (2, {"compute_train": 40.0, "compute_logp": 20.0, "compute_ref_logp": 4.0}),
         "ref": (1, {"compute_ref_logp": 10.0}),
     }
-    assert facts_for(pools, loop_s=50.0, max_lag=1).model.loop_s == pytest.approx(50 + 12 / 2)
-    assert facts_for(pools, loop_s=0.0, max_lag=1).model.loop_s == 0.0, "the longest responses are unknown"
+    assert facts_for(pools, loop_s=50.0, max_lag=1).model.loop_s() == pytest.approx(50 + 12 / 2)
+    assert facts_for(pools, loop_s=0.0, max_lag=1).model.loop_s() == 0.0, "the longest responses are unknown"
 
 
 def test_facts_are_shares_of_the_time_since_the_first_version() -> None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
 from ...core.events import overlap_seconds
-from .bound import StageWork
 from .spans import Span, union
 from .usage import Usage, cpu_between, foreign_cpu
 from .workload import Workload
@@ -26,6 +26,25 @@ PAUSED = "paused"
 
 With verl, for its update, and on shared devices also for training; with this package, for the load.
 """
+
+
+class StageWork(NamedTuple):
+    """Seconds of work and latency of one step, from the least disturbed measurements."""
+
+    tail_s: float
+    """Time from the first prompt of a batch to its last reward."""
+    group_s: float
+    """Mean time from the first request of a prompt to its last reward."""
+    train_s: float
+    """Log-probs, advantages and optimizer step on the training devices."""
+    update_s: float
+    """The optimizer step alone; all other training work can precede the last response."""
+    weights_s: float
+    """Weight update from the trainer to the engines."""
+    generate_cpu_s: float
+    """CPU time of the engines; on a CPU, a device is a thread."""
+    cpu_s: float
+    """CPU time of all processes, including their overhead."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from ...core.bound import LoopCosts, bound_terms
 from .arms import ARMS, DEVICES
-from .bound import StageWork, bound_terms
 from .machine import machine
-from .measure import Measured
+from .measure import Measured, StageWork
 from .runner import FAST_POLL_S, STOCK_POLL_S
 from .statistics import Spread, paired_ratio, spread
 from .workload import Workload
@@ -60,15 +60,30 @@ def bounds(results: Results, cores: int) -> dict[str, dict[str, float]]:
             cpu_s=min(work.cpu_s for work in same_kind),
         )
 
+        costs = LoopCosts(
+            tail_s=work.tail_s, group_s=work.group_s, update_s=work.update_s, weights_s=work.weights_s
+        )
+        ahead = arm.batches_in_flight - 1
         found[name] = bound_terms(
-            work,
-            batches_in_flight=arm.batches_in_flight,
-            bounded_lag=arm.bounded_lag,
-            shared_devices=arm.shared_devices,
-            cores=cores,
-            devices=DEVICES,
+            pools_of(work, arm.shared_devices, cores),
+            costs,
+            max_lag=ahead if arm.bounded_lag else None,
+            batches_ahead=ahead,
         )
     return found
+
+
+def pools_of(work: StageWork, shared_devices: bool, cores: int) -> dict[str, float]:
+    """Return the seconds per step of the devices and of the cores.
+
+    One device trains while one generates; shared devices do both in turn. All processes share the cores.
+    """
+    devices_s = (
+        work.train_s + work.generate_cpu_s / DEVICES
+        if shared_devices
+        else max(work.train_s, work.generate_cpu_s)
+    )
+    return {"devices": devices_s, "cores": work.cpu_s / cores}
 
 
 def report(

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lower bound of the step time, over all schedules of the same work on the same pools.
+"""The costs of a profile for the bound of the step time in `core.bound`, which has the law.
 
-    pool       the devices of a pool do their own work of a step, one stage after another
-    generate   engines write the tokens of a step, at the rate of the most responses that can be in flight
-    loop       a batch admitted when version v is served is trained by step v + max_lag + 1; until then its
-               slowest response and all its tokens are written, and the optimizer step and the weight update
-               follow
-    littles    batches in flight = rate x time in flight, on average (Little's law)
+The engines are one more pool, `generate`: they write the tokens of a step, at the rate of the most responses
+that can be in flight. In the loop, not only the slowest response but all tokens of the batch are written.
 
 The rate of an engine with c responses, c / step_s(c), is replaced by the smallest concave function above
 it, so that an even spread of responses over replicas and time is optimal (Jensen). The work is taken from the
@@ -21,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ...core import bound as law
+from ...core.bound import LoopCosts
 from .draws import CHUNK, Draws, alone_s
 from .profile import Decode, Profile
 from .trainer import Setting
@@ -185,12 +183,13 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
     else:
         terms["generate"] = generating
 
-    after_s = stages.update.seconds(work.trained_tokens, setting.devices_of("train")) + weights_s(setting)
-    terms["loop"] = (max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)) + after_s) / (
-        knobs.staleness.max_lag + 1
+    costs = LoopCosts(
+        tail_s=max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)),
+        group_s=work.group_s,
+        update_s=stages.update.seconds(work.trained_tokens, setting.devices_of("train")),
+        weights_s=weights_s(setting),
     )
-    terms["littles"] = (work.group_s + after_s) / (depth + 1)
-    return terms
+    return law.bound_terms(terms, costs, max_lag=knobs.staleness.max_lag, batches_ahead=depth)
 
 
 def weights_s(setting: Setting) -> float:
@@ -254,22 +253,23 @@ def estimate_s(setting: Setting, work: BatchWork | None = None, bound: float | N
     if setting.shared:
         return bound
     seconds = _stage_seconds(setting, work)
-    after_s = (
-        seconds["train"]
-        + seconds["logp"]
-        + (seconds["ref_logp"] if setting.placement.own_pool_of("ref_logp") is None else 0.0)
-    )
-    after_s += stages.advantage.seconds(0, 0) + stages.assemble.seconds(0, 0) + weights_s(setting)
-    alone = setting.profile.decode.step_s(1)
-
-    depth = knobs.staleness.batches_ahead
+    forward_s = seconds["logp"] + stages.advantage.seconds(0, 0) + stages.assemble.seconds(0, 0)
+    if setting.placement.own_pool_of("ref_logp") is None:
+        forward_s += seconds["ref_logp"]
+    updated_s, alone = weights_s(setting), setting.profile.decode.step_s(1)
 
     def needed(step_s: float) -> float:
         slower_s = _step_at(setting, work.written_tokens / setting.replicas / step_s) - alone
-        tail_s = work.tail_s + slower_s * work.tail_tokens
-        # A finished group waits for its step, half a step on average.
-        group_s = work.group_s + slower_s * work.tail_tokens * work.group_s / work.tail_s + step_s / 2
-        return max((tail_s + after_s) / (knobs.staleness.max_lag + 1), (group_s + after_s) / (depth + 1))
+        costs = LoopCosts(
+            tail_s=work.tail_s + slower_s * work.tail_tokens,
+            # A finished group waits for its step, half a step on average.
+            group_s=work.group_s + slower_s * work.tail_tokens * work.group_s / work.tail_s + step_s / 2,
+            forward_s=forward_s,
+            update_s=seconds["train"],
+            weights_s=updated_s,
+        )
+        lag, ahead = knobs.staleness.max_lag, knobs.staleness.batches_ahead
+        return max(law.loop_terms(costs, max_lag=lag, batches_ahead=ahead, forward=True).values())
 
     low, high = bound, max(bound, needed(bound))
     for _ in range(_HALVINGS):

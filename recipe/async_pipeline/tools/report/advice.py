@@ -98,8 +98,8 @@ def lower_max_lag(facts: Facts) -> Advice | None:
     """Lower max_lag if devices stay the limit with fewer batches in flight."""
     model, now = facts.model, facts.model.max_lag
     pools = model.bound(loop=False)
-    enough = next((lag for lag in range(now) if model.loop_s * (now + 1) / (lag + 1) <= 0.9 * pools), None)
-    if enough is None or not model.loop_s or move_devices(facts) is not None:
+    enough = next((lag for lag in range(now) if model.loop_s(lag) <= 0.9 * pools), None)
+    if enough is None or not model.loop_s() or move_devices(facts) is not None:
         return None
 
     mean = fmean(facts.run.lag_mean.y) if facts.run.lag_mean else float(now)

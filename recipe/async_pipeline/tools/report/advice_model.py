@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict how a change would move the lower bound of a step: the model behind every prediction of the report.
 
-A step takes at least as long as each pool's work spread over its devices, and at least as long as the loop
-(longest response, log-probs, optimizer step, weight update) divided by the number of batches that may be in
-flight. The larger value is the bound. A change of devices, max_lag or work changes the bound; the model
-assumes that the run stays as far above the bound as it was, that work spreads evenly over devices, and that
-the loop does not get shorter.
+The bound is that of `core.bound`, with the forward passes in the loop, since they begin with a whole batch.
+A change of devices, max_lag or work changes the bound; the model assumes that the run stays as far above it
+as it was, that work spreads evenly over devices, and that the loop does not get shorter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...core.bound import LoopCosts, loop_terms
 from ...observe.accounting import Accounting
 from .data import RunData
-
-FORWARD = ("logp", "ref_logp", "values")
-"""Stages that a batch passes through before it is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,31 +48,28 @@ class Model:
     work: Mapping[str, float]
     """Device-seconds of work by pool."""
     devices: Mapping[str, int]
-    loop_s: float
-    """Bound set by the loop at `max_lag`, in seconds."""
+    loop: LoopCosts
     max_lag: int
 
     @classmethod
     def of(cls, found: Accounting, max_lag: int) -> Model:
-        """Build the model from an account, whose loop lacks the forward passes."""
-        # The forward passes of one pool run one after another.
-        forward = [
-            sum(pool.seconds.get(f"compute_{role}", 0.0) for role in FORWARD) / pool.devices
-            for pool in found.pools.values()
-            if pool.devices
-        ]
-
-        loop_s = 0.0
-        if found.loop_s:
-            # A lower bound cannot exceed the measured time.
-            loop_s = min(found.steady_s, found.loop_s + max(forward, default=0.0) / (max_lag + 1))
+        """Build the model from an account; the loop is left out if the longest responses are not known."""
+        loop = replace(found.loop, forward_s=found.forward_s) if found.loop_s else LoopCosts()
+        # A lower bound cannot exceed the measured time.
+        loop_s = _loop_s(loop, max_lag)
+        if loop_s > found.steady_s:
+            loop *= found.steady_s / loop_s
 
         return cls(
             work={name: pool.busy for name, pool in found.pools.items() if pool.devices},
             devices={name: pool.devices for name, pool in found.pools.items() if pool.devices},
-            loop_s=loop_s,
+            loop=loop,
             max_lag=max_lag,
         )
+
+    def loop_s(self, max_lag: int | None = None) -> float:
+        """Return the bound set by the loop, by default at the run's lag."""
+        return _loop_s(self.loop, self.max_lag if max_lag is None else max_lag)
 
     def bound(
         self,
@@ -88,12 +81,15 @@ class Model:
     ) -> float:
         """Return the bound with changed devices, work or lag; `loop=False` leaves the loop out."""
         devices, work = {**self.devices, **(devices or {})}, {**self.work, **(work or {})}
-        looped = self.loop_s * (self.max_lag + 1) / ((self.max_lag if max_lag is None else max_lag) + 1)
-        return max([work[pool] / devices[pool] for pool in work] + ([looped] if loop else [0.0]))
+        return max([work[pool] / devices[pool] for pool in work] + [self.loop_s(max_lag) if loop else 0.0])
 
     def gain(self, changed: float) -> float:
         """Return the relative increase of samples per second if the bound becomes `changed`."""
         return self.bound() / changed - 1 if changed else 0.0
+
+
+def _loop_s(costs: LoopCosts, max_lag: int) -> float:
+    return loop_terms(costs, max_lag=max_lag, batches_ahead=max_lag, forward=True)["loop"]
 
 
 @dataclass(frozen=True, kw_only=True)
