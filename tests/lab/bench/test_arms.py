@@ -22,6 +22,7 @@ from recipe.async_pipeline.lab.bench.arms import (
     parse_arms,
 )
 from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
+from tests import REPOSITORY
 
 
 def test_arms_keep_the_order_of_their_turns() -> None:
@@ -124,3 +125,8 @@ def test_an_arm_with_sglang_has_no_override_of_vllm() -> None:
             key: value for key, value in before.items() if "vllm" not in key and "backend_mod" not in key
         }
         assert others.items() <= made.items()
+
+
+@pytest.mark.parametrize("module", sorted({SGLANG_BACKEND, *(arm.entry for arm in ARMS.values())}))
+def test_the_modules_that_jobs_start_exist(module: str) -> None:
+    assert (REPOSITORY / module.replace(".", "/")).with_suffix(".py").is_file()
