@@ -2,17 +2,10 @@
 """A regular package, so that no other `tests` on the path (verl ships one) is taken for it."""
 
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FAKES = REPOSITORY / "tests" / "fakes"
-
-
-def with_cpu_settings(command: Sequence[str]) -> list[str]:
-    """Return a command that runs another one with the settings of run_scripts/cpu_env.sh."""
-    script = REPOSITORY / "run_scripts" / "cpu_env.sh"
-    return ["bash", "-c", 'source "$0" && exec "$@"', str(script), *command]
 
 
 def tracked_files() -> list[str]:

@@ -8,10 +8,14 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+# psutil is loaded where it is used: processes that only tie themselves to their parent start often.
 
 _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
 """Option numbers of Linux's prctl."""
@@ -48,19 +52,7 @@ def adopt_orphans() -> None:
 
 def descendants(root: int) -> list[int]:
     """Return the PIDs of all processes below `root`, children before grandchildren."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (parent := _parent(entry)) is not None:
-            children.setdefault(parent, []).append(int(entry.name))
-
-    found, queue = [], deque(children.get(root, []))
-
-    while queue:
-        pid = queue.popleft()
-        found.append(pid)
-        queue.extend(children.get(pid, []))
-
-    return found
+    return [process.pid for process in _below(root)]
 
 
 def end_all(pids: Iterable[int], patience_s: float = TERM_S, *, spared: Collection[int] = ()) -> None:
@@ -68,57 +60,39 @@ def end_all(pids: Iterable[int], patience_s: float = TERM_S, *, spared: Collecti
 
     Also kills every other descendant of this process, except for `spared`.
     """
-    alive = set(pids)
-    for pid in alive:
-        send_signal(pid, signal.SIGTERM)
+    import psutil
 
-    deadline = time.monotonic() + patience_s
-    while alive and time.monotonic() < deadline:
-        alive = {pid for pid in alive if _is_alive(pid)}
-        time.sleep(0.05)
+    alive = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            process.terminate()
+            alive.append(process)
+    _, alive = psutil.wait_procs(alive, timeout=patience_s)
 
-    # Processes that were started in the meantime are killed as well.
-    for pid in {*_others(spared), *alive}:
-        send_signal(pid, signal.SIGKILL)
-
-    # A killed process takes a moment to disappear.
+    # Processes that were started in the meantime are killed as well; each takes a moment to disappear.
     deadline = time.monotonic() + KILL_S
-    while (left := _reap_and_list(spared)) and time.monotonic() < deadline:
-        for pid in left:
-            send_signal(pid, signal.SIGKILL)
-        time.sleep(0.01)
+    while (left := {*alive, *_below(os.getpid(), spared)}) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        _, alive = psutil.wait_procs(list(left), timeout=0.01)
 
 
-def send_signal(pid: int, number: int) -> None:
-    """Send a signal to a process; no-op if it is gone."""
+def send_signal(pid: int, number: int) -> bool:
+    """Send a signal to a process; return False if it is gone."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        pass
-
-
-def _others(spared: Collection[int]) -> list[int]:
-    return [pid for pid in descendants(os.getpid()) if pid not in spared]
-
-
-def _reap_and_list(spared: Collection[int]) -> list[int]:
-    """Reap ended children; return the PIDs of the remaining descendants."""
-    for pid in _others(spared):
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-    return _others(spared)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
         return False
-    return state != "Z"
+    return True
 
 
-def _parent(entry: Path) -> int | None:
+def _below(root: int, spared: Collection[int] = ()) -> list[psutil.Process]:
+    import psutil
+
     try:
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+        found = psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [process for process in found if process.pid not in spared]

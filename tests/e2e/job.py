@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.flow import GRAPH, OPTIONAL
 from recipe.async_pipeline.core.state_machine import StageState
-from recipe.async_pipeline.lab.soak.processes import processes_with
+from recipe.async_pipeline.lab.job import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = float(os.environ.get("ASYNC_PIPELINE_TEST_LIMIT_S", "540"))

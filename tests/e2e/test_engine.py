@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import with_cpu_settings
+from recipe.async_pipeline.lab.job import with_cpu_settings
 from tests.e2e.job import LIMIT_S, ROOT, check_clean_end, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.async_pipeline.lab import job
 from recipe.async_pipeline.lab.bench import runner
 from recipe.async_pipeline.lab.bench.arms import ARMS
 from recipe.async_pipeline.lab.bench.runner import (
@@ -20,7 +21,6 @@ from recipe.async_pipeline.lab.bench.runner import (
     JobFailed,
     command_of,
     jobs_in_turns,
-    last_error,
     overrides_of,
     run_job,
 )
@@ -147,7 +147,7 @@ def test_a_job_that_hangs_is_terminated(tmp_path: Path, monkeypatch: pytest.Monk
     fake_command(monkeypatch, "exec sleep 600")
     monkeypatch.setattr(runner, "START_LIMIT_S", 0.0)
     monkeypatch.setattr(runner, "EACH_LIMIT_S", 0.0)
-    monkeypatch.setattr(runner, "WATCH_S", 0.01)
+    monkeypatch.setattr(job, "LOOK_S", 0.01)
     with pytest.raises(JobFailed, match="still running after 0 s"):
         run_once(tmp_path)
 
@@ -155,7 +155,7 @@ def test_a_job_that_hangs_is_terminated(tmp_path: Path, monkeypatch: pytest.Monk
 def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, "read -t 0.2 < <(tail -f /dev/null); exit 1")
     monkeypatch.setattr(runner, "PROGRESS_S", 0.0)
-    monkeypatch.setattr(runner, "WATCH_S", 0.01)
+    monkeypatch.setattr(job, "LOOK_S", 0.01)
     lines: list[str] = []
     with pytest.raises(JobFailed):
         run_once(tmp_path, lines.append)
@@ -171,18 +171,6 @@ def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
     assert command[-1] == "++a=1"
     on_gpus = command_of(ARMS["verl_sync"].entry, ["++a=1"], "cuda")
     assert on_gpus[0] == sys.executable and on_gpus == command[4:]
-
-
-@pytest.mark.parametrize(
-    ("log", "expected"),
-    [
-        ("x\n  1.0 s  (WorkerDict pid=7) AssertionError: odd\n  2.0 s  done", "AssertionError: odd"),
-        ("ray.exceptions.RayTaskError(ValueError): long\nValueError: short\nend", "ValueError: short"),
-        ("all is well", "no error in the log"),
-    ],
-)
-def test_last_error_finds_the_last_exception_of_a_log(log: str, expected: str) -> None:
-    assert last_error(log) == expected
 
 
 def test_a_workload_of_images_has_the_task_its_loop_and_its_judge(tmp_path: Path) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..job import JobProcess, last_error, under_watch, with_cpu_settings
 from .arms import ARMS, ENGINES, hydra_overrides
 from .measure import Measured, NotEnoughSteps, measure
 from .spans import POLL_S, REFERENCE, SPANS_DIR, read_spans
@@ -33,10 +31,6 @@ AGENT_LOOPS: Mapping[str | None, str] = {
 IMAGE_LOOP = "recipe.async_pipeline.lab.bench.jobs.image_loop.ImageLoop"
 LOG = "job.log"
 PROGRESS_S = 30.0
-WATCH_S = 1.0
-_ERROR = re.compile(r"^\S*(?:Error|Exception|Violation|Timeout)\S*: .+")
-_PRINTED_BY = re.compile(r"^\s*[\d.]+ s  |^\([^)]*pid=\d+[^)]*\) ?")
-"""Prefixes that `watch` and Ray add to a line."""
 
 
 class Job(NamedTuple):
@@ -126,15 +120,8 @@ def command_of(entry: str, overrides: Sequence[str], device: str = "cpu") -> lis
     On `cpu` it has the settings of a machine without accelerator.
     """
     config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu"]
-    watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
-    command = [*watch, "-m", entry, *config, *overrides]
+    command = under_watch("-m", entry, *config, *overrides)
     return with_cpu_settings(command) if device == "cpu" else command
-
-
-def with_cpu_settings(command: Sequence[str]) -> list[str]:
-    """Return a command that runs another with the settings of a machine without accelerator."""
-    environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
-    return ["bash", "-c", 'source "$0"; exec "$@"', str(environment), *command]
 
 
 def _reference(workload: Workload, seed: int) -> str:
@@ -178,7 +165,6 @@ def run_watched(
     Raises JobFailed if the job fails or hangs.
     """
     settings = {
-        **os.environ,
         SPANS_DIR: str(directory),
         "ASYNC_PIPELINE_RUN": directory.name,
         "OMP_NUM_THREADS": "1",
@@ -186,17 +172,25 @@ def run_watched(
         "VERL_FILE_LOGGER_ROOT": str(directory),
         **environment,
     }
+    name, expected, unit = counting
+    reported_s = 0.0
 
-    with (directory / LOG).open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, cwd=CONFIGS.parent, env=settings, stdout=output, stderr=output)
-        meter = UsageMeter(process.pid, parts, every_s)
-        try:
-            status = _wait(process, directory, counting, say)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-            usage = meter.stop()
+    def report(passed_s: float) -> None:
+        nonlocal reported_s
+        if passed_s - reported_s >= PROGRESS_S:
+            reported_s = passed_s
+            done = sum(span.name == name for span in read_spans(directory))
+            say(f"  ... {passed_s:.0f} s, {unit} {done} of {expected}")
+
+    process = JobProcess(command, directory / LOG, settings)
+    meter = UsageMeter(process.pid, parts, every_s)
+    try:
+        status = process.wait(START_LIMIT_S + EACH_LIMIT_S * expected, report)
+    except TimeoutError as error:
+        raise JobFailed(str(error)) from None
+    finally:
+        process.stop()
+        usage = meter.stop()
 
     if status:
         raise failure(directory, f"status {status}")
@@ -206,35 +200,4 @@ def run_watched(
 def failure(directory: Path, why: str) -> JobFailed:
     """Return the error of a failed job, with the last error in its log."""
     log = directory / LOG
-    return JobFailed(f"{why}: {last_error(log.read_text(errors='replace'))}; see {log}")
-
-
-def _wait(
-    process: subprocess.Popen[bytes],
-    directory: Path,
-    counting: tuple[str, int, str],
-    say: Callable[[str], None],
-) -> int:
-    name, expected, unit = counting
-    limit_s = START_LIMIT_S + EACH_LIMIT_S * expected
-    started = reported = time.monotonic()
-
-    while process.poll() is None:
-        try:
-            process.wait(WATCH_S)
-        except subprocess.TimeoutExpired:
-            now = time.monotonic()
-            if now - started > limit_s:
-                raise JobFailed(f"still running after {limit_s:g} s; see {directory / LOG}") from None
-            if now - reported >= PROGRESS_S:
-                reported = now
-                done = sum(span.name == name for span in read_spans(directory))
-                say(f"  ... {now - started:.0f} s, {unit} {done} of {expected}")
-    return process.returncode
-
-
-def last_error(log: str) -> str:
-    """Return the last line of a log that names an exception, without prefixes, at most 300 characters."""
-    lines = (_PRINTED_BY.sub("", _PRINTED_BY.sub("", line)).strip() for line in log.splitlines())
-    found = [line for line in lines if _ERROR.match(line)]
-    return found[-1][:300] if found else "no error in the log"
+    return JobFailed(f"{why}: {last_error(log.read_text(encoding='utf-8', errors='replace'))}; see {log}")

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from ...weight_sync.segment_names import PREFIX
+from ..job import with_cpu_settings
 from .host_memory import BLOCK
-from .runner import JobFailed, with_cpu_settings
+from .runner import JobFailed
 from .workload import CONFIGS
 
 PORT = 6399

@@ -8,9 +8,7 @@ step. A step whose part is missing on this machine is not run, and the report sa
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ...processes import descendants, end_all
+from ..job import JobProcess
 
 Status = Literal["passed", "failed", "not run"]
 PASSED: Final = "passed"
@@ -134,22 +132,15 @@ def run_step(step: Step, options: Options) -> Result:
     log, written = options.folder / f"{step.name}.log", options.folder / f"{step.name}.json"
     written.unlink(missing_ok=True)
     started = time.monotonic()
-    before = frozenset(descendants(os.getpid()))
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            list(step.command(options, written)),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "ASYNC_PIPELINE_RUN": f"verify-{step.name}"},
-        )
-        try:
-            code: int | None = process.wait(step.limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_all(set(descendants(os.getpid())) - before, spared=before)
-            process.wait()
+    environment = {"ASYNC_PIPELINE_RUN": f"verify-{step.name}"}
+    command = step.command(options, written)
+    process = JobProcess(command, log, environment, own_session=True, folder=None)
+    try:
+        code: int | None = process.wait(step.limit_s)
+    except TimeoutError:
+        code = None
+    finally:
+        process.end_tree()
     seconds = time.monotonic() - started
     found = _found_in(written)
     figures = None if found is None else step.figures(found)

@@ -8,7 +8,6 @@
     judge         the reward function of such a run, which does so
     moods         its environments, which do so, too
     lake_agent    a program that plays over HTTP, which does so, too
-    processes     the processes of a run, found by an environment variable
     small_disk    a disk for checkpoints that can be filled
 
 The command is `lab/cli/soak.py`. The result is checked by the auditors that every run has:

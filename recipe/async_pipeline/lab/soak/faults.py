@@ -19,11 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from ...processes import send_signal
 from ...weight_sync.segment_names import SHM_DIR, open_own
 from ..bench.workload import CONFIGS
-from .job import ENGINES, SERVERS, START_S, Record, SoakFailed, SoakJob, on_cpu
+from ..job import with_cpu_settings
+from .job import ENGINES, SERVERS, START_S, Record, SoakFailed, SoakJob
 from .misbehaviour import misbehave
-from .processes import send
 from .small_disk import empty, fill
 
 STALL_FACTOR, STALL_S, SLICE_S = 50, 5.0, 0.01
@@ -64,28 +65,28 @@ class Fault(NamedTuple):
 
 def kill_engine(job: SoakJob) -> None:
     """Kill an engine process with SIGKILL."""
-    send(job.pick(*ENGINES).pid, signal.SIGKILL)
+    send_signal(job.pick(*ENGINES).pid, signal.SIGKILL)
 
 
 def kill_replica(job: SoakJob) -> None:
     """Kill a replica's server with SIGKILL."""
-    send(job.pick(*SERVERS).pid, signal.SIGKILL)
+    send_signal(job.pick(*SERVERS).pid, signal.SIGKILL)
 
 
 def kill_receiver(job: SoakJob) -> None:
     """Kill an engine process right after a version was gathered: before, during or after its load."""
     engine = job.pick(*ENGINES)
     job.wait_for("a gathered version", _has("GATHERED"), NEXT_VERSION_S)
-    send(engine.pid, signal.SIGKILL)
+    send_signal(engine.pid, signal.SIGKILL)
 
 
 def stall_replica(job: SoakJob) -> None:
     """Slow an engine process down with SIGSTOP and SIGCONT."""
     engine, until = job.pick(*ENGINES), time.monotonic() + STALL_S
     while time.monotonic() < until:
-        send(engine.pid, signal.SIGSTOP)
+        send_signal(engine.pid, signal.SIGSTOP)
         time.sleep(SLICE_S * (STALL_FACTOR - 1))
-        send(engine.pid, signal.SIGCONT)
+        send_signal(engine.pid, signal.SIGCONT)
         time.sleep(SLICE_S)
 
 
@@ -107,7 +108,7 @@ def _flip_while_stopped(job: SoakJob) -> bool:
     """
     servers = [found.pid for found in job.processes(*SERVERS)]
     for pid in servers:
-        send(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
     try:
         job.wait_for("a gathered version", _has("GATHERED"), STOPPED_S)
         time.sleep(CORRUPT_S)
@@ -116,7 +117,7 @@ def _flip_while_stopped(job: SoakJob) -> bool:
         return False
     finally:
         for pid in servers:
-            send(pid, signal.SIGCONT)
+            send_signal(pid, signal.SIGCONT)
 
     time.sleep(CORRUPT_S)
     for name, offset, byte in flipped:
@@ -210,13 +211,13 @@ async def _burst(port: int, engines: Sequence[int], *, openai: bool) -> None:
                 return response.status
 
         for pid in engines:
-            send(pid, signal.SIGSTOP)
+            send_signal(pid, signal.SIGSTOP)
         try:
             requests = [asyncio.create_task(request()) for _ in range(BURST)]
             await asyncio.sleep(PAUSE_S)
         finally:
             for pid in engines:
-                send(pid, signal.SIGCONT)
+                send_signal(pid, signal.SIGCONT)
         results = await asyncio.gather(*requests, return_exceptions=True)
 
     lost = [one for one in results if one != 200]
@@ -242,10 +243,10 @@ def flood(job: SoakJob) -> None:
     limits = [str(FLOOD), f"{FLOOD_LIMIT_S:g}", f"{job.random.random():.3f}"]
     try:
         ended = subprocess.run(
-            on_cpu([*command, *limits]),
+            with_cpu_settings([*command, *limits]),
             cwd=CONFIGS.parent,
             # Ray starts a cluster with a token, but presents it only in this mode.
-            env={**job.environment, "RAY_AUTH_MODE": "token"},
+            env={**os.environ, **job.environment, "RAY_AUTH_MODE": "token"},
             capture_output=True,
             text=True,
             timeout=FLOOD_START_S + 2 * FLOOD_LIMIT_S,

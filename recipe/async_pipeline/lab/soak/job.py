@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import AsyncPipelineError
-from ..bench.runner import last_error
+from ...processes import send_signal
 from ..bench.workload import CONFIGS
-from .processes import Found, processes_with, send
+from ..job import FoundProcess, JobProcess, processes_with, under_watch, with_cpu_settings
 
 MARK = "ASYNC_PIPELINE_SOAK"
 """Environment variable that all processes of a run inherit."""
@@ -43,11 +40,6 @@ def control_of(folder: Path) -> Path:
     return folder / "mood"
 
 
-def on_cpu(command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command` with the variables of the CPU stack."""
-    return ["bash", "-c", 'source "$0"; exec "$@"', str(CONFIGS.parent / "run_scripts/cpu_env.sh"), *command]
-
-
 class SoakJob:
     """One run directory and the process that currently writes to it."""
 
@@ -57,7 +49,7 @@ class SoakJob:
         self.random = random.Random(seed)
         """Chooses which process is hit, and where."""
         self._overrides, self._task = overrides, task
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: JobProcess | None = None
         self._events = self.run_dir / "events.jsonl"
         self._read_to, self._rest = 0, b""
         self.records: list[Record] = []
@@ -67,25 +59,20 @@ class SoakJob:
 
     def start(self) -> None:
         """Start the run; it resumes from the last checkpoint if there is one."""
-        watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
         config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", "+async_pipeline=True"]
         strict = "trainer.v1.async_pipeline.faults.strict_observers=True"
-        command = on_cpu([*watch, "-m", "verl.trainer.main_ppo", *config, strict, *self._overrides])
+        job = under_watch("-m", "verl.trainer.main_ppo", *config, strict, *self._overrides)
 
         self._read_to, self._rest, self.records = 0, b"", []
 
         # A new process renames the event file of the one before it, but only after a while.
         self._old_events = self._events.stat().st_ino if self._events.exists() else None
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, cwd=CONFIGS.parent, env=self.environment, stdout=log, stderr=log
-            )
+        self._process = JobProcess(with_cpu_settings(job), self.log, self.environment, append=True)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The environment of processes that belong to the run."""
+        """The variables of processes that belong to the run."""
         return {
-            **os.environ,
             MARK: str(self.folder),
             MOOD: str(control_of(self.folder)),
             "ASYNC_PIPELINE_TASK": str(self._task),
@@ -96,37 +83,36 @@ class SoakJob:
         """Kill all processes of the run with SIGKILL, `watch` first. No-op if none is alive."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
         while alive := self.processes():
             for found in alive:
-                send(found.pid, signal.SIGKILL)
+                send_signal(found.pid, signal.SIGKILL)
             time.sleep(POLL_S)
 
     def interrupt(self) -> int:
         """Send Ctrl-C and return the exit status. Raises SoakFailed if the run does not end."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
+        self._process.interrupt()
         try:
             return self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             self.kill()
             raise SoakFailed(f"the run did not end within {STOP_S:g} s of Ctrl-C; see {self.log}") from None
 
     def check_alive(self) -> None:
         """Raise SoakFailed if the run ended by itself."""
-        if self._process is None or self._process.poll() is not None:
-            raise SoakFailed(
-                f"the run ended by itself: {last_error(self.log.read_text(errors='replace'))}; see {self.log}"
-            )
+        if self._process is None:
+            raise SoakFailed("the run was not started")
+        if self._process.has_ended:
+            raise SoakFailed(f"the run ended by itself: {self._process.last_error()}; see {self.log}")
 
     # Observation.
 
-    def processes(self, *parts: str) -> list[Found]:
+    def processes(self, *parts: str) -> list[FoundProcess]:
         """Return the live processes whose command line contains one of `parts`, or all without any."""
         alive = processes_with(MARK, str(self.folder))
         return [one for one in alive if not parts or any(part in one.command for part in parts)]
 
-    def pick(self, *parts: str) -> Found:
+    def pick(self, *parts: str) -> FoundProcess:
         """Return a random process with one of `parts` in its command line. Raises SoakFailed without one."""
         found = sorted(self.processes(*parts))
         if not found:

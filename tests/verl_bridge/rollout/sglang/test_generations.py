@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.lab.job import with_cpu_settings
 from recipe.async_pipeline.verl_bridge.rollout.sglang.generations import (
     log_probs,
     message,
@@ -21,7 +22,7 @@ from recipe.async_pipeline.verl_bridge.rollout.sglang.generations import (
     ranks,
     sender,
 )
-from tests import REPOSITORY, with_cpu_settings
+from tests import REPOSITORY
 
 LIMIT_S = 540
 

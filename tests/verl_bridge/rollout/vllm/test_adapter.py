@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests import REPOSITORY, with_cpu_settings
+from recipe.async_pipeline.lab.job import with_cpu_settings
+from tests import REPOSITORY
 
 pytestmark = pytest.mark.real_engine
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a job of this package: its command, its log, its processes, and its end.
+
+Most jobs run under `async-pipeline watch`, which ends all processes of its command when it gets a signal. The
+processes of the others are ended here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from ..processes import descendants, end_all
+
+ROOT = Path(__file__).resolve().parents[3]
+"""The repository; its `configs/` and `run_scripts/` are not in the wheel."""
+LOOK_S = 1.0
+"""Interval at which `wait` calls `look`."""
+_ERROR = re.compile(r"^\S*(?:Error|Exception|Violation|Timeout)\S*: .+")
+_PRINTED_BY = re.compile(r"^\s*[\d.]+ s  |^\([^)]*pid=\d+[^)]*\) ?")
+"""Prefixes that `watch` and Ray add to a line."""
+
+
+def under_watch(*arguments: str) -> list[str]:
+    """Return the command of Python with `arguments` under `watch`, which shows all of its lines."""
+    watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--"]
+    return [*watch, sys.executable, *arguments]
+
+
+def with_cpu_settings(command: Sequence[str]) -> list[str]:
+    """Return a command that runs another with the settings of a machine without accelerator."""
+    environment = ROOT / "run_scripts" / "cpu_env.sh"
+    return ["bash", "-c", 'source "$0"; exec "$@"', str(environment), *command]
+
+
+class JobProcess:
+    """The process of a job, which writes to a log."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        append: bool = False,
+        own_session: bool = False,
+        folder: Path | None = ROOT,
+    ) -> None:
+        """Start the command in `folder`, by default the repository, or in that of this process with None.
+
+        `environment` is in addition to that of this process. `own_session`: Ctrl-C in the terminal does not
+        reach the job.
+        """
+        self.log = log
+        self._others = frozenset(descendants(os.getpid()))
+        with log.open("ab" if append else "wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=own_session,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended; others that it started may be alive."""
+        return self._process.poll() is not None
+
+    def wait(self, limit_s: float, look: Callable[[float], object] = lambda passed_s: None) -> int:
+        """Return the exit status. `look` gets the seconds of the wait now and then.
+
+        Raises TimeoutError if the job does not end within `limit_s`; it continues to run.
+        """
+        started = time.monotonic()
+        while (passed_s := time.monotonic() - started) <= limit_s:
+            look(passed_s)
+            try:
+                return self._process.wait(min(LOOK_S, limit_s))
+            except subprocess.TimeoutExpired:
+                continue
+        raise TimeoutError(f"still running after {limit_s:g} s; see {self.log}")
+
+    def interrupt(self) -> None:
+        """Send Ctrl-C."""
+        self._process.send_signal(signal.SIGINT)
+
+    def stop(self) -> None:
+        """End a job under `watch`, which ends its processes first. No-op if it has ended."""
+        self._process.terminate()
+        self._process.wait()
+
+    def kill(self) -> None:
+        """Kill this process, and none that it started."""
+        self._process.kill()
+        self._process.wait()
+
+    def end_tree(self) -> None:
+        """End the process and all that it left behind: all descendants of this process since its start."""
+        end_all(set(descendants(os.getpid())) - self._others, spared=self._others)
+        self._process.wait()
+
+    def last_error(self) -> str:
+        """Return the last error in the log."""
+        return last_error(self.log.read_text(encoding="utf-8", errors="replace"))
+
+
+def last_error(log: str) -> str:
+    """Return the last line of a log that names an exception, without prefixes, at most 300 characters."""
+    lines = (_PRINTED_BY.sub("", _PRINTED_BY.sub("", line)).strip() for line in log.splitlines())
+    found = [line for line in lines if _ERROR.match(line)]
+    return found[-1][:300] if found else "no error in the log"
+
+
+class FoundProcess(NamedTuple):
+    """A process that is alive."""
+
+    pid: int
+    command: str
+
+
+def processes_with(name: str, value: str) -> list[FoundProcess]:
+    """Return the live processes, among those readable by this user, with the environment variable set.
+
+    All processes of a job inherit its variables.
+    """
+    wanted = f"{name}={value}".encode()
+    found = []
+    for process in psutil.process_iter():
+        try:
+            # Not `environ()`: it ends where a process that changed its title has overwritten the block.
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if wanted in environment and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(FoundProcess(process.pid, " ".join(process.cmdline())))
+        except (OSError, psutil.Error):
+            continue
+    return found

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job writes to its log, ends with its processes, and they are found by an inherited variable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.lab import job
+from recipe.async_pipeline.lab.job import JobProcess, last_error, processes_with
+from recipe.async_pipeline.processes import send_signal
+
+SLEEPS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+
+
+def test_grandchildren_are_found_until_they_end() -> None:
+    mark = f"ASYNC_PIPELINE_TEST_{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPS + "; print()"],
+        env={**os.environ, mark: "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        while len(found := processes_with(mark, "1")) < 2:
+            assert process.poll() is None
+        assert all(sys.executable in one.command for one in found)
+        assert processes_with(mark, "2") == []
+        for one in found:
+            send_signal(one.pid, signal.SIGKILL)
+        process.wait()
+    while processes_with(mark, "1"):
+        pass
+    assert not send_signal(process.pid, signal.SIGTERM)
+
+
+def test_a_job_appends_to_its_log_and_is_looked_at(tmp_path: Path) -> None:
+    log, looks = tmp_path / "log", list[float]()
+    for word in ("one", "two"):
+        process = JobProcess(["bash", "-c", "echo $WORD; exit 3"], log, {"WORD": word}, append=True)
+        assert process.wait(60.0, looks.append) == 3 and process.has_ended
+    assert log.read_text() == "one\ntwo\n"
+    assert len(looks) >= 2 and looks[0] < 1.0
+    assert process.last_error() == "no error in the log"
+
+
+def test_a_job_without_end_continues_until_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "LOOK_S", 0.01)
+    process = JobProcess(["sleep", "1000"], tmp_path / "log", {})
+    with pytest.raises(TimeoutError, match=r"still running after 0\.02 s; see .*log"):
+        process.wait(0.02)
+    assert not process.has_ended
+    process.stop()
+    assert process.has_ended
+
+
+def test_an_interrupted_job_gets_ctrl_c(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); print('up', flush=True); "
+    )
+    process = JobProcess([sys.executable, "-c", code + "signal.pause()"], tmp_path / "log", {})
+    while "up" not in (tmp_path / "log").read_text():
+        assert not process.has_ended
+    process.interrupt()
+    assert process.wait(60.0) == 7
+
+
+def test_the_processes_of_a_job_end_with_it(tmp_path: Path) -> None:
+    mark = f"ASYNC_PIPELINE_TEST_TREE_{os.getpid()}"
+    process = JobProcess(["bash", "-c", "sleep 1000 & sleep 1000"], tmp_path / "log", {mark: "1"})
+    while len(processes_with(mark, "1")) < 3:
+        assert not process.has_ended
+    process.end_tree()
+    assert processes_with(mark, "1") == []
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("x\n  1.0 s  (WorkerDict pid=7) AssertionError: odd\n  2.0 s  done", "AssertionError: odd"),
+        ("ray.exceptions.RayTaskError(ValueError): long\nValueError: short\nend", "ValueError: short"),
+        ("all is well", "no error in the log"),
+    ],
+)
+def test_last_error_finds_the_last_exception_of_a_log(log: str, expected: str) -> None:
+    assert last_error(log) == expected
