@@ -22,7 +22,6 @@ from recipe.async_pipeline.lab.bench.control_plane import (
     growth,
     largest_batch,
     overrides_of,
-    percentile,
 )
 from recipe.async_pipeline.lab.bench.runner import JobFailed
 from recipe.async_pipeline.lab.bench.spans import Span
@@ -79,12 +78,6 @@ def test_growth_is_the_slope_after_the_warm_up() -> None:
     assert growth([*warm, *flat]) == pytest.approx(10.0, abs=1.0)
     assert growth(flat[:1]) is None
     assert growth([]) is None
-
-
-@pytest.mark.parametrize(("share", "value"), [(0.5, 2.0), (0.99, 4.0), (0.25, 1.0)])
-def test_percentile(share: float, value: float) -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], share) == value
-    assert percentile([], share) is None
 
 
 def test_the_overrides_describe_the_load(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ from ...weight_sync.board import await_manifest
 from ...weight_sync.copy_plan import Recorder
 from ...weight_sync.manifest import Manifest
 from ...weight_sync.standby_copy import StandbyCopy
+from ..tables import render_spread, render_table, spread
 from .machine import machine
 from .outputs import check_outputs
-from .statistics import spread
 
 TENSOR_BYTES = 128 << 20
 """About the size of one matrix of a large model."""
@@ -178,26 +178,20 @@ def limits(device: torch.device) -> dict[str, float]:
 def table(data: dict[str, Any]) -> str:
     """Return a Markdown table of medians [min .. max] and their shares of the link's limit."""
     limit = data["limits"]
-    lines = [
-        f"{data['device']}; limits, GB/s: "
-        + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in limit.items()),
-        "",
+    rates = ", ".join(f"{name.removesuffix('_gb_s')} {rate:.1f}" for name, rate in limit.items())
+    rows = [
+        [
+            size,
+            render_spread(row["gather_gb_s"], ".1f"),
+            f"{row['gather_gb_s']['median'] / limit['to_host_gb_s']:.0%}",
+            render_spread(row["stage_gb_s"], ".1f"),
+            f"{row['stage_gb_s']['median'] / limit['to_device_gb_s']:.0%}",
+            render_spread(row["commit_s"], ".1f", 1e3),
+        ]
+        for size, row in data["sizes"].items()
     ]
-
-    lines += ["| GiB | gather, GB/s | of limit | stage, GB/s | of limit | commit, ms |", "|---" * 6 + "|"]
-
-    for size, row in data["sizes"].items():
-        gather, stage = row["gather_gb_s"]["median"], row["stage_gb_s"]["median"]
-        lines.append(
-            f"| {size} | {_cell(row['gather_gb_s'], 1)} | {gather / limit['to_host_gb_s']:.0%} | "
-            f"{_cell(row['stage_gb_s'], 1)} "
-            f"| {stage / limit['to_device_gb_s']:.0%} | {_cell(row['commit_s'], 1e3)} |"
-        )
-    return "\n".join(lines)
-
-
-def _cell(values: dict[str, float], factor: float) -> str:
-    return f"{values['median'] * factor:.1f} [{values['min'] * factor:.1f} .. {values['max'] * factor:.1f}]"
+    header = ["GiB", "gather, GB/s", "of limit", "stage, GB/s", "of limit", "commit, ms"]
+    return f"{data['device']}; limits, GB/s: {rates}\n\n{render_table(header, rows)}"
 
 
 def _seconds(device: torch.device, work: Callable[[], Any]) -> float:

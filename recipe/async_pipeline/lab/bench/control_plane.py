@@ -14,16 +14,20 @@ import math
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ...console import echo
 from ...errors import ConfigError
+from ..options import options_of
+from ..tables import percentile, render_table
 from .arms import hydra_overrides
 from .machine import machine
 from .outputs import add_logs_option, check_outputs, job_logs
@@ -62,55 +66,51 @@ SMALLEST = 16
 SIGMA, CAP = 0.5, 4.0
 """Spread of the response times, and their limit in medians."""
 MOST_WORKERS = 8
-STEPS = 20
-"""Optimizer steps unless `--steps` is given."""
 ROWS_PER_PROMPT = 4
 """Rows of the data set for each prompt of a step."""
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a job. Each field is an option of the command, with its bounds and its help."""
+
+    groups: Annotated[int, Meta(ge=1, title="N", description="prompts of a step")] = 1024
+    answers: Annotated[int, Meta(ge=1, title="N", description="responses to a prompt")] = 16
+    replicas: Annotated[int, Meta(ge=1, title="N", description="rollout servers")] = 8
+    steps: Annotated[int, Meta(ge=1, title="N", description="optimizer steps")] = 20
+    lag: Annotated[int, Meta(ge=0, title="N", description="largest lag, in versions")] = 2
+    filtered: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            title="SHARE",
+            description="share of prompts whose responses get equal rewards and are filtered",
+        ),
+    ] = 0.3
+    answer_s: Annotated[
+        float, Meta(gt=0, title="S", description="median time of a response in an engine, in seconds")
+    ] = 0.5
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            title="N",
+            description="agent loop workers, and as many reward workers; by default one per core, at most 8",
+        ),
+    ] = min(MOST_WORKERS, os.cpu_count() or 1)
+
+    def __post_init__(self) -> None:
+        for option in options_of(Load):
+            option.check(getattr(self, option.field))
+        if self.filtered and self.answers < 2:
+            raise ConfigError("--filtered needs --answers >= 2, got 1; use --filtered 0")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline bench control-plane`."""
-    parser.add_argument(
-        "--groups", type=int, default=1024, metavar="N", help="prompts of a step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--answers", type=int, default=16, metavar="N", help="responses to a prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--replicas", type=int, default=8, metavar="N", help="rollout servers (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=argparse.SUPPRESS,  # also an option of `bench`
-        metavar="N",
-        help=f"optimizer steps (default: {STEPS})",
-    )
-    parser.add_argument(
-        "--lag", type=int, default=2, metavar="N", help="largest lag, in versions (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--filtered",
-        type=float,
-        default=0.3,
-        metavar="SHARE",
-        help="share of prompts whose responses get equal rewards and are filtered (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--answer-s",
-        type=float,
-        default=0.5,
-        metavar="S",
-        help="median time of a response in an engine, in seconds (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=min(MOST_WORKERS, os.cpu_count() or 1),
-        metavar="N",
-        help="agent loop workers, and as many reward workers (default: one per core, at most "
-        f"{MOST_WORKERS})",
-    )
+    for option in options_of(Load):
+        # `bench` has some of the options, too, and its default would replace the value.
+        option.add_to(parser, default=argparse.SUPPRESS if option.field == "steps" else option.default)
     parser.add_argument(
         "--search",
         action="store_true",
@@ -129,36 +129,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_logs_option(parser)
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of a job."""
-
-    groups: int
-    answers: int
-    replicas: int
-    steps: int
-    lag: int
-    filtered: float
-    answer_s: float
-    workers: int
-
-    def __post_init__(self) -> None:
-        for name in ("groups", "answers", "replicas", "steps", "workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be >= 1, got {getattr(self, name)}; use 1 or more")
-        if self.lag < 0:
-            raise ConfigError(f"--lag must be >= 0, got {self.lag}; use 0 for on-policy")
-        if not 0 <= self.filtered < 1:
-            raise ConfigError(f"--filtered must be in [0, 1), got {self.filtered:g}; use 0 for no filter")
-        if self.filtered and self.answers < 2:
-            raise ConfigError("--filtered needs --answers >= 2, got 1; use --filtered 0")
-        if not self.answer_s > 0:
-            raise ConfigError(f"--answer-s must be > 0, got {self.answer_s:g}; use e.g. 0.01")
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the job, and with `--search` smaller ones. Returns 0 if all completed, 1 if one failed."""
-    options = {name: getattr(args, name) for name in Load.__struct_fields__}
-    load = Load(**{**options, "steps": STEPS if args.steps is None else args.steps})
+    # Without the option, `bench` leaves its steps at None.
+    given = {name: getattr(args, name) for name in Load.__struct_fields__}
+    load = Load(**{name: value for name, value in given.items() if value is not None})
     to_stdout = args.json == Path("-")
     check_outputs(None if to_stdout else args.json, None, args.logs)
     say = partial(echo, file=sys.stderr)
@@ -309,7 +284,9 @@ def figures(
 
     spent = cpu_between(usage, start, end)
     cost = {part: spent.get(part, 0.0) / finished * 1e3 for part in dict.fromkeys((*OURS, "servers", "ray"))}
-    checks = [span.seconds for span in by_name.get(CHECK, ()) if span.start >= start and span.end <= end]
+    checks = Counter(
+        span.seconds for span in by_name.get(CHECK, ()) if span.start >= start and span.end <= end
+    )
     memory = [
         (int(span.facts["step"]), int(span.facts["private_bytes"]))
         for span in by_name[TRAINED]
@@ -320,7 +297,7 @@ def figures(
         "batch": load.groups * load.answers,
         "cpu_ms_per_trajectory": {**cost, "total": sum(cost[part] for part in OURS)},
         "control_latency_s": {"p50": percentile(checks, 0.5), "p99": percentile(checks, 0.99)},
-        "control_calls": len(checks),
+        "control_calls": checks.total(),
         "loop_lag_s": by_name[LOOP][-1].facts,
         "memory_mib_per_100_steps": growth(memory),
         "driver_mib": memory[-1][1] / 2**20 if memory else None,
@@ -332,12 +309,6 @@ def figures(
         "most_open_requests": last["most_open_requests"],
         "foreign_cpu": foreign_cpu(usage),
     }
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that this share of values does not exceed, or None without values."""
-    ordered = sorted(values)
-    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
 
 
 def growth(memory: Sequence[tuple[int, int]]) -> float | None:
@@ -358,10 +329,9 @@ def table(data: Mapping[str, Any]) -> str:
     """Return the figures as Markdown."""
     cost, lag, latency = data["cpu_ms_per_trajectory"], data["loop_lag_s"], data["control_latency_s"]
     names = [*OURS, "total", "servers", "ray"]
+    row = [f"{data['batch']} a step", *(f"{cost[name]:.2f}" for name in names)]
     lines = [
-        "| CPU ms per trajectory | " + " | ".join(names) + " |",
-        "| --- " * (len(names) + 1) + "|",
-        f"| {data['batch']} a step | " + " | ".join(f"{cost[name]:.2f}" for name in names) + " |",
+        render_table(["CPU ms per trajectory", *names], [row]),
         "",
         f"{data['samples_per_s']:.0f} samples/s; control calls p50 {_ms(latency['p50'])}, p99 "
         f"{_ms(latency['p99'])}; loop lag p99 {_ms(lag['p99'])}, of which own {_ms(lag['own_p99'])}",

@@ -24,10 +24,10 @@ import torch
 from ...console import echo
 from ...errors import ConfigError
 from ...weight_sync.delta import apply, difference
+from ..tables import render_spread, render_table, spread
 from ..tasks.build import ToySpec, ensure_toy
 from .machine import machine
 from .outputs import check_outputs
-from .statistics import spread
 
 SMOKE_LR = 3.0e-4
 HIDDEN, LAYER_PARAMS, VOCABULARY = 512, 2_850_000, 8192
@@ -187,29 +187,24 @@ def untrained_model(params: int) -> tuple[Any, Iterator[Batch]]:
 
 def table(data: Mapping[str, Any]) -> str:
     """Return a Markdown table: medians [min .. max] over the updates."""
-    lines = [
-        "| model | parameters | learning rate | published as | changed elements | ratio | "
-        "encode, GB/s per core | apply, GB/s per core |",
-        "|---" * 8 + "|",
+    header = ["model", "parameters", "learning rate", "published as", "changed elements", "ratio"]
+    rows = [
+        [
+            name,
+            f"{model['params'] / 1e6:.1f} M",
+            f"{model['lr']:g}",
+            dtype,
+            *(_cell([update[of] for update in updates], of) for of in MEASURED),
+        ]
+        for name, model in data["models"].items()
+        for dtype, updates in model["updates"].items()
     ]
-    for name, model in data["models"].items():
-        for dtype, updates in model["updates"].items():
-            cells = [_cell([update[of] for update in updates], of) for of in MEASURED]
-            lines.append(
-                f"| {name} | {model['params'] / 1e6:.1f} M | {model['lr']:g} | {dtype} | "
-                + " | ".join(cells)
-                + " |"
-            )
-    return "\n".join(lines)
+    return render_table([*header, "encode, GB/s per core", "apply, GB/s per core"], rows)
 
 
 def _cell(values: Sequence[float | None], of: str) -> str:
     known = [value for value in values if value is not None]
-    if not known:
-        return "sent whole"
-    low, high = (f"{value:.1%}" if of == "changed" else f"{value:.1f}" for value in spread(known)[1:])
-    middle = spread(known).median
-    return f"{middle:.1%} [{low} .. {high}]" if of == "changed" else f"{middle:.1f} [{low} .. {high}]"
+    return render_spread(spread(known), ".1%" if of == "changed" else ".1f") if known else "sent whole"
 
 
 def _cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:

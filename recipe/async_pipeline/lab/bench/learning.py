@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ...console import echo
 from ...errors import ConfigError
+from ..tables import render_table
 from ..tasks.build import ToySpec, ensure_toy
 from .arms import hydra_overrides
 from .machine import machine
@@ -219,11 +220,7 @@ def read_curve(run_dir: Path) -> Curve:
 
 def table(data: Mapping[str, Any]) -> str:
     """Return a Markdown table: final reward, and the difference to the yardstick, paired by seed."""
-    lines = [
-        "| variant | reward in the last fifth, by seed | mean | minus yardstick, paired | lag, mean | "
-        "seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, curves in data["curves"].items():
         if not curves:
             continue
@@ -231,12 +228,18 @@ def table(data: Mapping[str, Any]) -> str:
         ends = {curve["seed"]: curve["last_fifth"] for curve in curves}
         yardstick = {c["seed"]: c["last_fifth"] for c in data["curves"].get(VARIANTS[name].yardstick, [])}
         paired = [ends[seed] - yardstick[seed] for seed in ends if seed in yardstick]
-        lines.append(
-            f"| `{name}` | {', '.join(f'{end:.3f}' for end in ends.values())} | {fmean(ends.values()):.3f} | "
-            f"{_range(paired) if paired and name != VARIANTS[name].yardstick else ''} | "
-            f"{fmean(c['lag_mean'] for c in curves):.2f} | {_range([c['seconds'][-1] for c in curves], 0)} |"
+        rows.append(
+            [
+                f"`{name}`",
+                ", ".join(f"{end:.3f}" for end in ends.values()),
+                f"{fmean(ends.values()):.3f}",
+                _range(paired) if paired and name != VARIANTS[name].yardstick else "",
+                f"{fmean(c['lag_mean'] for c in curves):.2f}",
+                _range([c["seconds"][-1] for c in curves], 0),
+            ]
         )
-    return "\n".join(lines)
+    header = ["variant", "reward in the last fifth, by seed", "mean", "minus yardstick, paired"]
+    return render_table([*header, "lag, mean", "seconds"], rows)
 
 
 def _range(values: Sequence[float], digits: int = 3) -> str:

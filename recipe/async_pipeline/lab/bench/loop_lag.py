@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from ..tables import percentile
+
 EVERY_S = 0.005
 """Seconds between two samples of an idle loop."""
 BUCKET_S = 1e-4
@@ -20,9 +22,9 @@ class LagMeter:
     """
 
     def __init__(self) -> None:
-        self._lags: dict[int, int] = {}
+        self._lags: dict[float, int] = {}
         """Number of samples by lag, in units of `BUCKET_S`."""
-        self._own: dict[int, int] = {}
+        self._own: dict[float, int] = {}
         """The same for the part of each lag that the CPU time of the loop's thread explains."""
 
     async def run(self) -> None:
@@ -48,14 +50,5 @@ class LagMeter:
         found = {}
         for name, counts in (("", self._lags), ("own_", self._own)):
             for label, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-                found[f"{name}{label}"] = _percentile(counts, share)
+                found[f"{name}{label}"] = BUCKET_S * (percentile(counts, share) or 0.0)
         return found
-
-
-def _percentile(counts: dict[int, int], share: float) -> float:
-    wanted, seen = share * sum(counts.values()), 0
-    for bucket in sorted(counts):
-        seen += counts[bucket]
-        if seen >= wanted:
-            return bucket * BUCKET_S
-    return 0.0

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from ...core.bound import LoopCosts, bound_terms
+from ..tables import paired_ratio, render_spread, render_table, spread
 from .arms import ARMS, DEVICES
 from .machine import machine
 from .measure import Measured, StageWork
 from .runner import FAST_POLL_S, STOCK_POLL_S
-from .statistics import Spread, paired_ratio, spread
 from .workload import Workload
 
 Results = Mapping[str, Sequence[Measured]]
@@ -149,10 +149,10 @@ def table(data: Mapping[str, Any]) -> str:
         speed.append(
             [
                 f"`{name}`",
-                _range(arm["samples_per_s"], 1),
-                _range(ratio, 2) if ratio else "1",
-                _range(arm["step_s"], 2),
-                _range(arm["lag_mean"], 2),
+                render_spread(arm["samples_per_s"], ".1f"),
+                render_spread(ratio, ".2f") if ratio else "1",
+                render_spread(arm["step_s"], ".2f"),
+                render_spread(arm["lag_mean"], ".2f"),
                 str(arm["lag_max"]),
                 f"{stock:.1f}" if stock else "",
             ]
@@ -175,13 +175,13 @@ def table(data: Mapping[str, Any]) -> str:
                 f"`{name}`",
                 *(f"{arm['cpu_s'].get(part, 0.0):.2f}" for part in ("train", "generate", "other")),
                 f"{arm['peak_memory_gib']['median']:.1f}",
-                _range(arm["first_step_s"], 0),
-                _range(arm["foreign_cpu"], 2),
+                render_spread(arm["first_step_s"], ".0f"),
+                render_spread(arm["foreign_cpu"], ".2f"),
             ]
         )
 
     blocks = [
-        _rows(
+        render_table(
             [
                 "arm",
                 "samples/s",
@@ -195,7 +195,7 @@ def table(data: Mapping[str, Any]) -> str:
         ),
         f"verl's arms poll for finished responses every {data['polls_s']['compared']:g} s; "
         f"as shipped, every {data['polls_s']['shipped']:g} s.",
-        _rows(
+        render_table(
             [
                 "arm",
                 "trainer idle",
@@ -207,7 +207,7 @@ def table(data: Mapping[str, Any]) -> str:
             ],
             time_,
         ),
-        _rows(
+        render_table(
             [
                 "arm",
                 "CPU s/step: train",
@@ -225,20 +225,11 @@ def table(data: Mapping[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
-
-
 def _against_verl(data: Mapping[str, Any]) -> list[str]:
     """Return a table of the paired ratios of each strategy of this package to each trainer of verl."""
     pipeline = [name for name in data["arms"] if ARMS[name].uses_pipeline]
     verl = [name for name in data["arms"] if not ARMS[name].uses_pipeline]
     if not pipeline or not verl:
         return []
-    rows = [[f"`{a}`", *(_range(data["ratios"][f"{a}/{b}"], 2) for b in verl)] for a in pipeline]
-    return [_rows(["samples/s, paired", *(f"/ `{b}`" for b in verl)], rows)]
-
-
-def _range(values: Mapping[str, float] | Spread, digits: int) -> str:
-    v = values if isinstance(values, Mapping) else values._asdict()
-    return f"{v['median']:.{digits}f} [{v['min']:.{digits}f} .. {v['max']:.{digits}f}]"
+    rows = [[f"`{a}`", *(render_spread(data["ratios"][f"{a}/{b}"], ".2f") for b in verl)] for a in pipeline]
+    return [render_table(["samples/s, paired", *(f"/ `{b}`" for b in verl)], rows)]

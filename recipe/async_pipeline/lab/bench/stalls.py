@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..tables import spread
 from .spans import Span
-from .statistics import spread
 
 STEP, PUBLICATION, LIMITS = "engine_step", "publication", "limits"
 """Names of spans.

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..tables import render_spread, render_table
+
 STOCK = "verl_stock"
 COLUMNS = ("trainer_stall_s", "generator_stall_s", "publication_s", "gather_s", "transfer_s", "load_s")
 RATES = ("gather", "transfer")
@@ -45,16 +47,10 @@ def ratios(row: Mapping[str, Any]) -> dict[str, float]:
 
 def table(data: Mapping[str, Any]) -> str:
     """Return a Markdown table of medians in milliseconds [min .. max], with ratios and rates."""
-    lines = [
-        "| replicas | ms | "
-        + " | ".join(name.removesuffix("_s").replace("_", " ") for name in COLUMNS)
-        + " | hidden | update | host memory |",
-        "| --- " * (len(COLUMNS) + 5) + "|",
-    ]
-    notes = []
+    rows, notes = [], list[str]()
     for number, row in data["replicas"].items():
         for way in _ways(row):
-            lines.append(f"| {number} | `{way}` | " + " | ".join(_cells(row[way])) + " |")
+            rows.append([number, f"`{way}`", *_cells(row[way])])
             notes += _rates(f"{way}, {number} replicas", row[way])
             notes += _unhidden(f"{way}, {number} replicas", row[way])
         if "ratios" in row:
@@ -64,7 +60,9 @@ def table(data: Mapping[str, Any]) -> str:
             notes.append(f"dual_buffer / verl_stock, {number} replicas: {shown}")
 
     notes.append(_in_gb_s("limits of the idle machine", data["limits"]))
-    return "\n".join([*lines, "", *notes])
+    parts = (name.removesuffix("_s").replace("_", " ") for name in COLUMNS)
+    header = ["replicas", "ms", *parts, "hidden", "update", "host memory"]
+    return "\n".join([render_table(header, rows), "", *notes])
 
 
 def _ways(row: Mapping[str, Any]) -> list[str]:
@@ -78,7 +76,7 @@ def _cells(of: Mapping[str, Any]) -> list[str]:
         of.get("host_memory_versions"),
     )
     return [
-        *(_ms(of.get(name)) for name in COLUMNS),
+        *(render_spread(of[name], ".0f", 1e3) if of.get(name) else "" for name in COLUMNS),
         f"{hidden['median']:.0%}" if hidden else "",
         f"{growth:.2f} ×" if growth else "",
         f"{memory:.2f} versions" if memory else "",
@@ -106,9 +104,3 @@ def _unhidden(title: str, of: Mapping[str, Any]) -> list[str]:
 
 def _in_gb_s(title: str, rates: Mapping[str, float]) -> str:
     return f"{title}, GB/s: " + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in rates.items())
-
-
-def _ms(spread: Mapping[str, float] | None) -> str:
-    if spread is None:
-        return ""
-    return f"{spread['median'] * 1e3:.0f} [{spread['min'] * 1e3:.0f} .. {spread['max'] * 1e3:.0f}]"
