@@ -14,7 +14,7 @@ from recipe.async_pipeline.core.state_machine import (
     Event,
     StageState,
     StateMachine,
-    advance,
+    next_state,
 )
 from recipe.async_pipeline.errors import StageProtocolError
 
@@ -47,10 +47,10 @@ class Frozen:
 def test_every_pair_moves_as_contracted_or_is_rejected(state: StageState, event: Event) -> None:
     after = LEGAL.get((state.name, event.name))
     if after is not None:
-        assert advance(state, event) is StageState[after]
+        assert next_state(TRANSITIONS, state, event) is StageState[after]
     else:
         with pytest.raises(StageProtocolError) as caught:
-            advance(state, event)
+            next_state(TRANSITIONS, state, event)
         legal = [e for s, e in LEGAL if s == state.name]
         assert str(caught.value).startswith(f"{event.name} in {state.name}; legal here: ")
         listed = str(caught.value).partition("legal here: ")[2]
@@ -76,8 +76,8 @@ def test_every_state_is_reached_and_every_event_is_of_use() -> None:
 
 @pytest.mark.parametrize("state", [s for s in StageState if s not in TERMINAL])
 def test_a_working_role_can_always_be_failed_or_stopped(state: StageState) -> None:
-    assert advance(state, Event.FAIL) is StageState.FAILED
-    assert advance(state, Event.STOP) is StageState.STOPPED
+    assert next_state(TRANSITIONS, state, Event.FAIL) is StageState.FAILED
+    assert next_state(TRANSITIONS, state, Event.STOP) is StageState.STOPPED
 
 
 def test_a_move_is_logged_with_the_state_after_it_and_the_fields() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.wait_queue import Turnstile
+from recipe.async_pipeline.core.wait_queue import Broadcast, Turnstile
 
 
 class Permits:
@@ -145,5 +145,26 @@ def test_waiters_that_are_not_cancelled_pass_in_order_and_no_permit_is_lost(
         assert len(permits.took) + permits.free == given_out
         assert len(permits.took) == min(len(left), given_out)
         assert permits.gate.names == tuple(left[len(permits.took) :])
+
+    run_virtual(main())
+
+
+def test_news_wakes_all_who_wait_and_none_who_come_later() -> None:
+    async def main() -> None:
+        news, woken = Broadcast(), list[str]()
+
+        async def wait(name: str) -> None:
+            await news.wait()
+            woken.append(name)
+
+        tasks = [asyncio.create_task(wait(name)) for name in ("a", "b")]
+        await settle()
+        news.notify()
+        tasks.append(asyncio.create_task(wait("late")))
+        await settle()
+        assert woken == ["a", "b"]
+        news.notify()
+        await asyncio.gather(*tasks)
+        assert woken == ["a", "b", "late"]
 
     run_virtual(main())

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 
+from recipe.async_pipeline.core.state_machine import next_state
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.registry import (
     CAN_SERVE,
@@ -21,7 +22,6 @@ from recipe.async_pipeline.weight_sync.registry import (
     LoadEvent,
     LoadPhase,
     Registry,
-    advance,
 )
 
 State, Event = ConsumerState, ConsumerEvent
@@ -44,7 +44,7 @@ def test_every_pair_of_state_and_event(state: ConsumerState, event: ConsumerEven
     for step in path_to(state):
         registry.fire("a", step)
     if (state, event) in TRANSITIONS:
-        assert advance(TRANSITIONS, state, event) is TRANSITIONS[state, event]
+        assert next_state(TRANSITIONS, state, event) is TRANSITIONS[state, event]
         registry.fire("a", event)
         assert member.state is TRANSITIONS[state, event]
     else:

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import StageProtocolError
 from .events import LogRecord
 from .replay import RunState, lane_of
-from .state_machine import Event, StageState, advance
+from .state_machine import TRANSITIONS, Event, StageState, next_state
 
 MOVES = frozenset(event.name for event in Event)
 
@@ -68,7 +68,7 @@ class EventAudit:
         if event is Event.LEASE and before is StageState.WAITING_OUTPUT and record.state == before.name:
             return  # taken again, see `compute_again`
         try:
-            after = advance(before, event)
+            after = next_state(TRANSITIONS, before, event)
         except StageProtocolError as error:
             self._say(f"{role}[{number}] at {record.t:.6f} s: {error}")
             return

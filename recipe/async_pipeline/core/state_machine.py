@@ -24,10 +24,11 @@ and changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import StageProtocolError
+from ..errors import AsyncPipelineError, StageProtocolError
 from .events import EventLog
 
 
@@ -84,13 +85,28 @@ TERMINAL: frozenset[StageState] = frozenset({StageState.DONE, StageState.FAILED,
 """States without a transition."""
 
 
-def advance(state: StageState, event: Event) -> StageState:
-    """Return the state after `event` in `state`. Raises StageProtocolError if the event is illegal there."""
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+
+
+def next_state(
+    table: Mapping[tuple[S, E], S],
+    state: S,
+    event: E,
+    *,
+    name: str = "",
+    refusal: type[AsyncPipelineError] = StageProtocolError,
+) -> S:
+    """Return the state after `event` in `state`.
+
+    Raises `refusal`, with the name of what should have moved, if the table does not list them.
+    """
     try:
-        return TRANSITIONS[state, event]
+        return table[state, event]
     except KeyError:
-        legal = ", ".join(e.name for s, e in TRANSITIONS if s is state) or "none, the state is terminal"
-        raise StageProtocolError(f"{event.name} in {state.name}; legal here: {legal}") from None
+        legal = ", ".join(e.name for s, e in table if s is state) or "none, the state is terminal"
+        prefix = f"{name}: " if name else ""
+        raise refusal(f"{prefix}{event.name} in {state.name}; legal here: {legal}") from None
 
 
 class StateMachine:
@@ -115,10 +131,7 @@ class StateMachine:
         Raises StageProtocolError if the event is illegal here; the state is unchanged and nothing is
         logged.
         """
-        try:
-            self._state = advance(self._state, event)
-        except StageProtocolError as error:
-            name = f"{self._role}[{self._lane}]" if self._lane > 0 else self._role
-            raise StageProtocolError(f"{name}: {error}") from None
+        name = f"{self._role}[{self._lane}]" if self._lane > 0 else self._role
+        self._state = next_state(TRANSITIONS, self._state, event, name=name)
         lane = {"lane": self._lane} if self._lane > 0 else {}
         self.since_t = self._log.append(self._role, event.name, self._state.name, **lane, **fields).t

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where tasks queue: strictly first come, first served, and safe to cancel.
+"""How tasks wait for one another: in a queue, or all for the same news.
 
-A turn is a permission, not an object: the awaited resource stays with its owner until the task that has the
-turn takes it. So a task that is cancelled after its turn came holds nothing that could be lost, and no later
-task can overtake it.
+`Turnstile` is the one place where tasks queue: strictly first come, first served, and safe to cancel. A turn
+is a permission, not an object: the awaited resource stays with its owner until the task that has the turn
+takes it. So a task that is cancelled after its turn came holds nothing that could be lost, and no later task
+can overtake it.
 """
 
 from __future__ import annotations
@@ -56,3 +57,19 @@ class Turnstile:
         for _, future in islice(self._waiters, max(0, self._may_pass())):
             if not future.done():
                 future.set_result(None)
+
+
+class Broadcast:
+    """Wakes all waiting tasks at each call of `notify`."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake the tasks that wait now; later ones wait for the next call."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self) -> None:
+        """Wait for the next `notify`."""
+        await self._event.wait()

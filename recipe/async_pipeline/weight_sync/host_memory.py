@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.deadline import within
+from ..core.wait_queue import Broadcast
 from ..errors import CorruptionError
 from .arena import ArenaReader
 from .board import await_manifest
@@ -79,7 +80,7 @@ class HostMemory:
         self._tasks: dict[int, asyncio.Task[Manifest]] = {}
         """The work on each version, checks included; one task, however many processes wait for it."""
         self._turn = asyncio.Lock()
-        self._changed = asyncio.Event()
+        self._changed = Broadcast()
         self._differences = Differences()
         self._lent: Counter[int] = Counter()
         self._received = 0
@@ -108,7 +109,7 @@ class HostMemory:
     def release(self, reader: Reader, version: int) -> None:
         """End the lease of a process."""
         self._slots.release(reader, version)
-        self._notify()
+        self._changed.notify()
 
     @asynccontextmanager
     async def lend(
@@ -181,7 +182,7 @@ class HostMemory:
         if not task.cancelled():
             # Reading it keeps asyncio from reporting an error that no process waits for any more.
             task.exception()
-        self._notify()
+        self._changed.notify()
 
     async def _bounded(self, request: Request, work: Coroutine[Any, Any, Manifest]) -> Manifest:
         version = request.ticket.version
@@ -215,7 +216,7 @@ class HostMemory:
             try:
                 incoming = await to_the_end(partial(Incoming, announced, self._memory[slot]))
                 self._incoming[version] = incoming
-                self._notify()
+                self._changed.notify()
                 local = await receive(incoming, fetch_from(transports, newest if request.delta else None))
             except BaseException:
                 self._slots.abort()
@@ -272,10 +273,6 @@ class HostMemory:
                 # It raises, or another version has taken the slot already.
                 task.result()
         return self._incoming[version]
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
 
 async def checked(verify: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the keepers of a run have in common, and how they wake each other."""
+"""What the keepers of a run have in common."""
 
 from __future__ import annotations
 
@@ -8,24 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..core.items import LoadReport
-from ..core.wait_queue import Turnstile
+from ..core.wait_queue import Broadcast, Turnstile
 from .manifest import Ticket
 from .registry import Registry
-
-
-class Signal:
-    """Wakes all waiting tasks at each call of `notify`."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def notify(self) -> None:
-        event, self._event = self._event, asyncio.Event()
-        event.set()
-
-    async def wait(self) -> None:
-        """Wait for the next `notify`."""
-        await self._event.wait()
 
 
 @dataclass(kw_only=True)
@@ -39,7 +24,7 @@ class Shared:
     """Turns to commit while serving."""
     say: Callable[[str], None]
     note: Callable[[str, str, int | None], None]
-    changed: Signal = field(default_factory=Signal)
+    changed: Broadcast = field(default_factory=Broadcast)
     """Notified after each change of the registry."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a version was served, so a later failure is not a configuration error."""

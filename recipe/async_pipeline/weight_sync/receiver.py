@@ -8,7 +8,6 @@ same time, and a bucket that has arrived can be sent on before the version is co
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ..core.deadline import all_of
+from ..core.wait_queue import Broadcast
 from ..errors import WeightSyncError
 from .manifest import UNREADABLE, Announcement, Manifest
 from .preparation import to_the_end
@@ -97,7 +97,7 @@ class Incoming:
         self._arrived: set[Bucket] = set()
         self._copying: set[Bucket] = set()
         self._judging = threading.Lock()
-        self._news = asyncio.Event()
+        self._news = Broadcast()
         self._failure: BaseException | None = None
 
     def missing(self) -> list[Bucket]:
@@ -146,8 +146,7 @@ class Incoming:
     def notify(self, failure: BaseException | None = None) -> None:
         """Wake all who wait in `arrived`; with an error, they fail. Call it on the event loop."""
         self._failure = self._failure or failure
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        self._news.notify()
 
     def _judge(self, encoded: bytes, payload: memoryview) -> Verdict:
         try:

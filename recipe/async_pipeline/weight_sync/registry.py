@@ -37,11 +37,11 @@ Pure: no clock, task or Ray handle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeVar
 
+from ..core.state_machine import next_state
 from ..errors import WeightSyncError
 
 LATE_FACTOR = 3.0
@@ -133,19 +133,6 @@ CAN_SERVE = frozenset({State.JOINING, State.SERVING, State.BEHIND, State.FENCED}
 """States from which a consumer serves a later version without a new start by the user."""
 
 
-S = TypeVar("S", bound=Enum)
-E = TypeVar("E", bound=Enum)
-
-
-def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
-    """Return the state after `event` in `state`. Raises WeightSyncError if the table does not list them."""
-    try:
-        return table[state, event]
-    except KeyError:
-        legal = ", ".join(e.name for s, e in table if s is state) or "none, the state is terminal"
-        raise WeightSyncError(f"{event.name} in {state.name}; legal here: {legal}") from None
-
-
 @dataclass(kw_only=True)
 class Member:
     """One consumer, as far as decisions need it."""
@@ -195,7 +182,7 @@ class Registry:
     def fire(self, name: str, event: ConsumerEvent) -> None:
         """Move a consumer. Raises WeightSyncError if the event is illegal in its state."""
         member = self.members[name]
-        member.state = _advance(name, TRANSITIONS, member.state, event)
+        member.state = next_state(TRANSITIONS, member.state, event, name=name, refusal=WeightSyncError)
         if event is Event.SERVE:
             member.why = ""
         elif event is Event.RESTART:
@@ -267,7 +254,7 @@ class Registry:
 
     def _load_event(self, name: str, event: LoadEvent) -> Member:
         member = self.members[name]
-        member.phase = _advance(name, LOAD_TRANSITIONS, member.phase, event)
+        member.phase = next_state(LOAD_TRANSITIONS, member.phase, event, name=name, refusal=WeightSyncError)
         return member
 
     def serves(self, version: int) -> bool:
@@ -330,10 +317,3 @@ class Registry:
             and m.reading <= version
             and (m.state in HAS_REQUESTS or m.state is State.FENCED)
         ]
-
-
-def _advance(name: str, table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
-    try:
-        return advance(table, state, event)
-    except WeightSyncError as error:
-        raise WeightSyncError(f"{name}: {error}") from None
