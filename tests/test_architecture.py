@@ -227,7 +227,7 @@ def test_what_decides_imports_the_standard_library_and_itself() -> None:
     assert imported(below(*DECIDES), forbidden) == []
 
 
-GROUND = {"errors", "console", "redaction", "processes"}
+GROUND = {"errors", "console", "redaction", "processes", "signatures"}
 LAYERS: Mapping[str, set[str]] = {
     "core": set(),
     "patching": set(),

@@ -9,8 +9,8 @@ import pytest
 
 from recipe.async_pipeline.contract.declared import Alternative
 from recipe.async_pipeline.contract.located import Located, Use
-from recipe.async_pipeline.contract.signatures import from_text
 from recipe.async_pipeline.contract.sources import OURS, Sources
+from recipe.async_pipeline.signatures import from_text
 
 USER = """
 from vllm.core import helper

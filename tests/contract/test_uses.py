@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from recipe.async_pipeline.contract.signatures import Call
 from recipe.async_pipeline.contract.uses import subclasses, uses_of
+from recipe.async_pipeline.signatures import Call
 
 from .conftest import MakeSources
 

@@ -19,15 +19,15 @@ from ..agents.environment import BUILT_IN, GYMNASIUM, OPEN_ENV, EnvironmentSpec,
 from ..errors import ConfigError
 from .agentic import AgenticConfig
 from .paths import hint
-from .user_classes import Call, check_methods, find_class
+from .user_classes import MethodCall, check_methods, find_class
 
 NAME, ARGUMENTS = f"{AgenticConfig.PATH}.environment", f"{AgenticConfig.PATH}.environment_kwargs"
 OWN_IDS = "gymnasium."
 """Modules of the environments that gymnasium brings along, which start no programs."""
 METHODS = (
-    Call("reset", 1, "the seed", by_name=True),
-    Call("step", 1, "the text of the policy"),
-    Call("close", 0),
+    MethodCall("reset", 1, "the seed", by_name=True),
+    MethodCall("step", 1, "the text of the policy"),
+    MethodCall("close", 0),
 )
 """How an environment is called; `reset` also gets the row's task, by name."""
 

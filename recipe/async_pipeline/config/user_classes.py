@@ -11,17 +11,17 @@ import pkgutil
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import UnionType
 from typing import NamedTuple
 
 from ..core.schedule import Schedule
 from ..errors import ConfigError
+from ..signatures import Function, of_function, positional_call
 from ..strategies import STRATEGIES, schedule_class
 from .paths import hint
 
-Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-
-class Call(NamedTuple):
+class MethodCall(NamedTuple):
     """How a method is called."""
 
     name: str
@@ -31,6 +31,10 @@ class Call(NamedTuple):
     """What they are, for errors."""
     by_name: bool = False
     """Whether it may get any further arguments by name."""
+
+    def fits(self, method: Function) -> bool:
+        """Return whether the method can be called so."""
+        return of_function(method).refuses(positional_call(1 + self.arguments, self.by_name)) is None
 
 
 def schedule_at(strategy: str, path: str) -> type[Schedule]:
@@ -64,7 +68,7 @@ def find_class(target: str, path: str, *, derived: bool = True) -> ast.ClassDef 
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(f"{path} must read module:Class, got {target!r}; e.g. my_package.my_module:MyClass")
     tree = _tree(target, path)
-    node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", (ast.ClassDef,))
+    node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", ast.ClassDef)
     if isinstance(node, Function):
         raise ConfigError(f"{path} names {target!r}, which is a function; name a class")
     if derived and node is not None and not node.bases:
@@ -87,14 +91,14 @@ def check_function(target: str, path: str, arguments: int) -> None:
         raise ConfigError(f"{path} names {target!r}, which is a class; name a function")
     if node is None or node.decorator_list:
         return
-    if not _takes(node.args, arguments):
+    if of_function(node).refuses(positional_call(arguments)) is not None:
         raise ConfigError(
             f"{path} must name a function that can be called with {arguments} arguments, got {target!r}, "
             f"whose arguments are ({ast.unparse(node.args)}); change them"
         )
 
 
-def check_methods(cls: ast.ClassDef, calls: Iterable[Call], what: str) -> None:
+def check_methods(cls: ast.ClassDef, calls: Iterable[MethodCall], what: str) -> None:
     """Raises ConfigError if a class lacks a method, or if one cannot be called as it will be.
 
     `what`: the key with the class, for errors. Methods that the source does not show are not checked.
@@ -112,21 +116,13 @@ def check_methods(cls: ast.ClassDef, calls: Iterable[Call], what: str) -> None:
         node = defined.get(call.name)
         if node is None and whole and call.name not in others:
             raise ConfigError(f"{what} must be a class with the method {call.name}, which it lacks; write it")
-        if node is None or node.decorator_list or _takes(node.args, 1 + call.arguments, call.by_name):
+        if node is None or node.decorator_list or call.fits(node):
             continue
         passed = f"be called with {call.passed}" if call.passed else "be called without arguments"
         raise ConfigError(
             f"{what} must have a method {call.name} that can {passed}, but its arguments are "
             f"({ast.unparse(node.args)}); change them"
         )
-
-
-def _takes(args: ast.arguments, count: int, by_name: bool = False) -> bool:
-    """Return whether a function can be called with so many arguments, and perhaps others by name."""
-    places = len(args.posonlyargs) + len(args.args)
-    enough = count <= places or args.vararg is not None
-    required = places - len(args.defaults)
-    return enough and (by_name or (required <= count and None not in args.kw_defaults))
 
 
 def find_module(target: str, path: str) -> ModuleSpec:
@@ -211,15 +207,15 @@ def base_names(cls: ast.ClassDef | None) -> list[str]:
 
 
 def _defined(
-    name: str, tree: ast.Module, what: str, wanted: tuple[type[ast.stmt], ...]
-) -> ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | None:
+    name: str, tree: ast.Module, what: str, wanted: type[ast.ClassDef] | UnionType
+) -> ast.ClassDef | Function | None:
     """Return a class or function of a module, or None if other statements may define it.
 
     `wanted`: what the name should be, for hints. Raises ConfigError if nothing defines it.
     """
     open_ended, there = False, []
     for node in _statements(tree.body):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.ClassDef | Function):
             if node.name == name:
                 return node
             there += [node.name] if isinstance(node, wanted) else []

@@ -11,7 +11,8 @@ from typing import Literal
 
 from recipe.async_pipeline.patching import series, verl_source
 
-from . import config_keys, record, signatures, trees
+from .. import signatures
+from . import config_keys, record, trees
 from .sources import Sources
 from .uses import Use, uses_of
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from recipe.async_pipeline.errors import ContractError
 
-from . import declared, located, signatures
+from .. import signatures
+from . import declared, located
 from .declared import ENGINES, Alternative, Need
 from .sources import Sources
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from . import signatures
+from .. import signatures
+from ..signatures import Call, Signature
 from .declared import Alternative, module_of
-from .signatures import Call, Signature
 from .sources import Module, Sources
 from .uses import uses_of
 

@@ -17,7 +17,8 @@ from typing import Any
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.patching import series, verl_source
 
-from . import config_keys, signatures, trees
+from .. import signatures
+from . import config_keys, trees
 from .sources import Found, Member, Sources, decorators
 from .uses import Use, own_of, subclasses, uses_of
 

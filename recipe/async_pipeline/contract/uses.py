@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from . import signatures
-from .signatures import Call, Signature
+from .. import signatures
+from ..signatures import Call, Signature
 from .sources import OURS, Found, Import, Member, Module, Sources, decorators, imported, own_members
 
 _DOTTED = r"(?:pkg://)?({}(?:\.\w+)+)"

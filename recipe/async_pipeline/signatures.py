@@ -94,6 +94,11 @@ def of_call(node: ast.Call) -> Call:
     )
 
 
+def positional_call(arguments: int, more: bool = False) -> Call:
+    """Return a call with so many arguments by position, and perhaps others by name."""
+    return Call(positional=arguments, names=(), open=more)
+
+
 def as_text(signature: Signature) -> str:
     """Return the signature as the text that `from_text` reads."""
     first = len(signature.positional) - signature.optional

@@ -9,8 +9,8 @@ import itertools
 
 import pytest
 
-from recipe.async_pipeline.contract import signatures
-from recipe.async_pipeline.contract.signatures import Call, Signature
+from recipe.async_pipeline import signatures
+from recipe.async_pipeline.signatures import Call, Signature
 
 PARAMETERS = (
     "self",
