@@ -38,7 +38,7 @@ from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_estimator
 from ..config.schema import AsyncPipelineConfig
 from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ..config.user_classes import find_class, schedule_at
-from ..core.flow import GRAPH, OPTIONAL, graph_of
+from ..core.graph import GRAPH, OPTIONAL, graph_of
 from ..errors import ConfigError, PatchedVerlRequired
 from ..patching.patched_tree import require_known, require_patched
 from ..patching.verl_source import find_verl_root

@@ -19,8 +19,8 @@ from ...config.scheduling import schedule_of
 from ...config.schema import AsyncPipelineConfig
 from ...config.weight_sync import concurrent_loads
 from ...core.degradation import Caution, Change
-from ...core.flow import GRAPH
 from ...core.flow_state import FlowState
+from ...core.graph import GRAPH
 from ...core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
 from ...core.recall import Recall
 from ...core.schedule import Schedule

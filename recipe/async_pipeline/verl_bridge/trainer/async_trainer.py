@@ -35,8 +35,9 @@ from ...config.scheduling import schedule_of
 from ...core.bad_data import BadData
 from ...core.deadline import all_of
 from ...core.degradation import Caution, Change
-from ...core.flow import GRAPH, AsyncTrainingFlow
+from ...core.flow import AsyncTrainingFlow
 from ...core.flow_state import FlowState
+from ...core.graph import GRAPH
 from ...core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
 from ...core.recall import Recall
 from ...core.schedule import Schedule
