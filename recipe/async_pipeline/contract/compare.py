@@ -12,6 +12,7 @@ from typing import Literal
 from recipe.async_pipeline.patching import series, verl_source
 
 from . import config_keys, record, signatures, trees
+from .shapes import shape_of
 from .sources import Sources
 from .uses import Use, uses_of
 
@@ -97,7 +98,7 @@ def _shapes(
             yield Problem(subject=subject, severity="breaks", what=module, detail=f"is missing; {used}")
             continue
 
-        now = record.shape_of(sources, place)
+        now = shape_of(sources, place)
         if now is None:
             missing.add(place)
             yield Problem(subject=subject, severity="breaks", what=place, detail=f"is missing; {used}")

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from recipe.async_pipeline.errors import ContractError
 
-from . import record
+from .shapes import shape_of
 from .sources import OURS, Module, Sources, guarded_imports, words_in
 from .uses import Use, uses_of
 
@@ -64,7 +64,7 @@ class Alternative:
         """Return the shape of what is there, or None."""
         module, _, name = self.place.partition(":")
         if not name.startswith("'"):
-            return record.shape_of(sources, self.place)
+            return shape_of(sources, self.place)
         found = sources.module(module)
         return "word" if found is not None and name.strip("'") in words_in(found) else None
 
@@ -128,7 +128,7 @@ def needs_of(sources: Sources) -> list[Need]:
     found = [
         Need((Alternative(place),), breaks, tuple(sorted(files)))
         for (place, breaks), files in derived.items()
-        if record.shape_of(sources, place) is not None
+        if shape_of(sources, place) is not None
     ]
     return sorted([*declared, *found])
 

@@ -24,7 +24,8 @@ from ...errors import RolloutError
 from ..control_calls import CONTROL, GIVE_UP, ControlCalls, control
 from ..direct_calls import Address, DirectCalls
 from ..garbage import freeze_present_objects
-from ..reward.worker import PlainCaller, Response
+from ..reward.responses import Response
+from ..reward.worker import PlainCaller
 from ..rollout.router import ADMITTED
 from ..run_config import knobs_of
 from ..sample_store import count_cores_once
