@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ from .sources import OURS, Found, Import, Member, Module, Sources, decorators, i
 _DOTTED = r"(?:pkg://)?({}(?:\.\w+)+)"
 _BY_NAME = ("getattr", "setattr")
 
-How = Literal["imports", "uses", "calls", "overrides", "inherits"]
+How = Literal["imports", "uses", "calls", "overrides", "inherits", "replaces"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,12 @@ def _package_of(module: Module) -> str:
 def _named(sources: Sources, module: Module, aliases: Mapping[str, Import]) -> Iterator[Use]:
     """Yield imports, members of what was imported, calls, and paths in strings."""
     dotted = re.compile(_DOTTED.format(sources.theirs))
+    rows = [*_rows(module)]
+    yield from _replaced(sources, module, rows)
+    in_rows = {id(row.args[0]) for row in rows}
     for node in ast.walk(module.tree):
         where = _where(module, node)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in in_rows:
             match = dotted.fullmatch(node.value)
             if match and (place := _path(sources, match[1])):
                 yield Use(place=place, how="uses", where=where)
@@ -91,6 +94,23 @@ def _named(sources: Sources, module: Module, aliases: Mapping[str, Import]) -> I
             yield Use(place=place, how="uses", where=where)
         elif isinstance(node, ast.Call):
             yield from _call(sources, node, aliases, where)
+
+
+def _rows(module: Module) -> Iterator[ast.Call]:
+    """Yield the rows of the table of replacements, `verl_bridge/replaced.py`."""
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Call(func=ast.Name(id="Replacement"), args=[ast.Constant(), ast.Constant(), *_]):
+                yield node
+
+
+def _replaced(sources: Sources, module: Module, rows: Iterable[ast.Call]) -> Iterator[Use]:
+    """Yield what rows replace, if it exists: a row may also add a name."""
+    for row in rows:
+        package, name = (str(ast.literal_eval(argument)) for argument in row.args[:2])
+        place = f"{package}:{name}"
+        if package.split(".")[0] == sources.theirs and sources.at(place) is not None:
+            yield Use(place=place, how="replaces", where=_where(module, row))
 
 
 def _place(bound: Import) -> str:

@@ -83,8 +83,8 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_where_training_asks_for_it(
     checks_module: ModuleType, load: Load, policy: str, left: list[int] | None
 ) -> None:
     base = load("verl.experimental.agent_loop.agent_loop").AgentLoopBase
-    stock = type("Base", (), {"_cap_text_prompt_length": base._cap_text_prompt_length})
-    checks(checks_module, long_prompt=policy).refuse_long_prompts(stock)
+    refusing = checks(checks_module, long_prompt=policy).refusing_long_prompts(base._cap_text_prompt_length)
+    stock = type("Base", (), {"_cap_text_prompt_length": refusing})
     loop: Any = stock()
     loop.rollout_config = SimpleNamespace(prompt_length=8)
     assert loop._cap_text_prompt_length(list(range(10))) == list(range(2, 10)), "validation goes verl's way"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -38,6 +38,9 @@ def found_flaws(into: list[Flaw]) -> Iterator[None]:
         _flaws.reset(token)
 
 
+CutPrompt = Callable[[Any, list[int]], list[int]]
+
+
 class Checks:
     """The checks of each response of a run."""
 
@@ -45,13 +48,11 @@ class Checks:
         """`policies`: by kind; `prompt_limit`: tokens of a prompt."""
         self._policies, self._prompt_limit = policies, prompt_limit
 
-    def refuse_long_prompts(self, agent_loop: Any) -> None:
-        """Refuse prompts that are too long, instead of cutting off their beginning as verl does.
+    def refusing_long_prompts(self, cut: CutPrompt) -> CutPrompt:
+        """Return verl's `_cap_text_prompt_length`, but refuse prompts that are too long.
 
-        The beginning holds the instructions. `agent_loop`: verl's base class. Validation keeps verl's
-        behaviour.
+        verl cuts off their beginning, which holds the instructions. Validation keeps verl's behaviour.
         """
-        cut = agent_loop._cap_text_prompt_length
 
         def refuse_or_cut(loop: Any, prompt_ids: list[int]) -> list[int]:
             flaws = _flaws.get()
@@ -59,10 +60,9 @@ class Checks:
                 flaws.append(long_prompt(len(prompt_ids), self._prompt_limit))
                 if not self.usable(flaws):
                     raise LongPrompt(str(flaws[-1]))
-            cut_off: list[int] = cut(loop, prompt_ids)
-            return cut_off
+            return cut(loop, prompt_ids)
 
-        agent_loop._cap_text_prompt_length = refuse_or_cut
+        return refuse_or_cut
 
     def usable(self, flaws: Sequence[Flaw]) -> bool:
         """Return whether a group with these flaws is to be trained."""

@@ -2,7 +2,7 @@
 """Who stores the trajectories of a session that verl's agent loop worker has processed.
 
 verl's method ends by putting them into TransferQueue, one put for each session. The names that it calls for
-that are replaced in its module, for the sessions of `stored_by` only.
+that are replaced in its module (`replaced.py`), for the sessions of `stored_by` only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import transfer_queue
-from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.utils import tensordict_utils
 
 from ..sample_columns import Columns
@@ -57,20 +56,14 @@ async def put_group(samples: Sequence[Sample], *, as_rows: bool) -> None:
             await put(keys, fields, tags, some[0].partition_id)
 
 
-def install() -> None:
-    """Replace the two names in verl's module. Idempotent."""
-    agent_loop_tq.tq = _Store()
-    agent_loop_tq.list_of_dict_to_tensordict = _columns_of
-
-
-class _Store:
+class SessionStore:
     """TransferQueue, except that a session may be stored by another."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(transfer_queue, name)
 
     async def async_kv_batch_put(self, *, keys: Any, fields: Any, tags: Any, partition_id: str) -> None:
-        """Store a session. `fields` are rows if another stores it, else columns; see `_columns_of`."""
+        """Store a session. `fields` are rows if another stores it, else columns; see `columns_of`."""
         store = _STORE.get()
         if store is not None:
             await store(keys, fields, tags, partition_id)
@@ -80,6 +73,9 @@ class _Store:
             )
 
 
-def _columns_of(rows: Rows) -> Any:
+STORE = SessionStore()
+
+
+def columns_of(rows: Rows) -> Any:
     """Return the rows if another stores them, else verl's columns."""
     return rows if _STORE.get() is not None else tensordict_utils.list_of_dict_to_tensordict(rows)

@@ -12,15 +12,12 @@ from contextvars import ContextVar
 from typing import Any
 
 from ray.exceptions import RayTaskError
-from verl.experimental.agent_loop import agent_loop
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-from verl.tools.function_tool import FunctionTool
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from ...agents.episodes import EpisodeRules
 from ...core.bad_data import Flaw
 from ...errors import RolloutError
+from .. import replaced
 from ..control_calls import CONTROL, GIVE_UP, ControlCalls, control
 from ..direct_calls import Address, DirectCalls
 from ..garbage import freeze_present_objects
@@ -33,13 +30,10 @@ from . import (
     agent_session_loop,
     diffusion_loop,
     environment_loop,
-    prompt_tokens,
     stored_sessions,
-    tool_calls,
 )
 from .answers import Answered, Sample, counted, details_of, divided, slowest_turns, trajectory_of
 from .episode_attempts import Episodes, current_attempt
-from .hydra_cache import hydra_with_factories
 from .partial_rollouts import (
     COLUMN,
     RecordedRequest,
@@ -71,10 +65,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
     reward_loop_worker_handles: list[Any] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # verl resolves the class of the agent loop, and merges its config, for each response.
-        agent_loop.hydra = hydra_with_factories(agent_loop.hydra, copied=SingleTurnAgentLoop)
-        prompt_tokens.install(agent_loop)
-        stored_sessions.install()
+        replaced.apply("agent loops")
         super().__init__(*args, **kwargs)
         count_cores_once()
         if self.reward_loop_worker_handles is not None:
@@ -84,13 +75,13 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         knobs = knobs_of(self.config)
         policies = knobs.faults.bad_data.by_kind(knobs.reward.failure)
         self._checks = Checks(policies, self.rollout_config.prompt_length)
-        self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
+        replaced.apply("long prompts", refuse=self._checks.refusing_long_prompts)
         agentic = knobs.agentic
         rules = EpisodeRules.of(agentic.attempts, agentic.ends)
         self._episodes = Episodes(
             rules, agentic.episode_timeout_s, agentic.failure_reward, agentic.turn_timeout_s
         )
-        tool_calls.install(ToolAgentLoop, FunctionTool, agentic.tool_timeout_s)
+        replaced.apply("tools", timeout_s=agentic.tool_timeout_s)
         self._redundancy = agentic.redundancy
         self._scores = Scores(knobs.reward.failure, float(knobs.reward.default))
         # Read for each response, for which a config is too slow.

@@ -59,16 +59,16 @@ from ...redaction import redacted
 from ...stages.custom import insert_custom_stages
 from ...weight_sync.manifest import Ticket as WeightTicket
 from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
+from .. import replaced
 from ..agent_loop import template_check
 from ..agent_loop.manager import PushAgentLoopManager
 from ..diffusers_rules import draws_images
 from ..garbage import present_objects_frozen
 from ..interrupts import until_cancelled
 from ..plugin_state import require_loaded
-from ..reward import worker_manager
 from ..rollout.elasticity import Elasticity
 from ..rollout.replica_pool import RolloutPool
-from ..rollout.server_manager import ColocatedLoadBalancer, room_by_node
+from ..rollout.server_manager import room_by_node
 from ..run_config import knobs_of, runtime_of
 from ..sample_store import count_cores_once
 from . import checkpoint_contents
@@ -118,9 +118,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         """Raises PatchedVerlRequired if verl in this process lacks the plugin or is not the pinned one."""
         require_loaded()
         require_known(find_verl_root())
-        worker_manager.install()
+        replaced.apply("trainer")
         count_cores_once()
-        ColocatedLoadBalancer.use()
         super().__init__(config)
 
         self.knobs, self.runtime = knobs_of(config), runtime_of(config)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
@@ -28,6 +27,7 @@ from ...weight_sync.arena import ArenaReader
 from ...weight_sync.host_slots import Reader, this_process
 from ...weight_sync.manifest import Manifest, Ticket
 from ...weight_sync.shard_load import Loaded, load_parts, prove_parts, require_same_adapter
+from .. import replaced
 from ..cpu_platform import is_cpu
 from ..host_memory_service import HostMemories
 from ..sample_store import count_cores_once
@@ -44,14 +44,13 @@ them.
 """
 
 
-def offload_without_pinning() -> None:
-    """Disable verl's pinned memory for a forward-only FSDP2 model; it requires an accelerator."""
-    policy = transformer_impl.CPUOffloadPolicy
-    transformer_impl.CPUOffloadPolicy = lambda pin_memory=True: policy(pin_memory=False)
+def without_pinned_memory(policy: Any) -> Any:
+    """Return FSDP2's policy of a model that only computes forward, without pinned memory."""
+    return lambda pin_memory=True: policy(pin_memory=False)
 
 
 if is_cpu():
-    offload_without_pinning()
+    replaced.apply("training on a CPU")
 
 
 class SafeLoad:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....processes import end_with_parent
+from ... import replaced
 from . import cpu_stubs, on_cpu
 from .calls import Call, Failure, Reply
 
@@ -20,7 +21,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
     if on_cpu():
         cpu_stubs.without_pinning()
-    scheduler.Scheduler = pipeline_scheduler(scheduler.Scheduler)
+    replaced.apply("SGLang's scheduler")
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
