@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every name of verl, SGLang, vLLM or TransferQueue that is replaced at run time.
 
-A name is replaced where the package offers no setting, argument or base class for it; what a patch of six
-lines mends is in `patches/`. Each part of the table is applied by the process that needs it:
+A name is replaced where its package offers no setting, argument or base class; small faults of verl are
+patched (`patches/`). The process that needs a part of the table applies it:
 
     from .. import replaced
     replaced.apply("trainer")
@@ -195,7 +195,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             "FunctionTool.call",
             "agent_loop.tool_calls:call_function",
             why="verl calls functions in the few threads of its loop, so that some that hang stop all others",
-            remove_when="verl calls them in threads of their own",
+            remove_when="verl calls each in a separate thread",
         ),
     ),
     # Every process that imports verl with VERL_PLATFORM=cpu.
