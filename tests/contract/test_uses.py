@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from recipe.async_pipeline.contract.signatures import Call
+from recipe.async_pipeline.contract.signatures import CallShape
 from recipe.async_pipeline.contract.uses import subclasses, uses_of
 
 from .conftest import MakeSources
@@ -79,7 +79,7 @@ ROWS = (
 def test_a_use_has_its_arguments_or_its_signature_and_its_line(sources_of: MakeSources) -> None:
     sources = sources_of({"verl/base.py": VERL, "pkg/mine.py": OURS})
     by = {(use.place, use.how): use for use in uses_of(sources)}
-    assert by["verl.base:helper", "calls"].call == Call(positional=1, names=("b",), open=False)
+    assert by["verl.base:helper", "calls"].call == CallShape(positional=1, names=("b",), open=False)
     override = by["verl.base:Base.run", "overrides"]
     assert override.where == "mine.py:13" and override.signature is not None
     assert override.signature.is_async and override.signature.positional == ("self", "batch", "more")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.items import Group, Trajectory
 from recipe.async_pipeline.core.token_ages import (
-    Written,
+    AgedTokens,
     masked,
     newest,
     oldest_in,
@@ -50,7 +50,7 @@ SPANS = [(4, 0), (5, 30), (6, 70)]
     ids=["in order", "empty span", "empty at the end", "cut off", "unknown"],
 )
 def test_empty_spans_wrote_nothing(spans: Spans | None, found: list[tuple[int, int, int]]) -> None:
-    assert list(written(answer(spans))) == [Written(*one) for one in found]
+    assert list(written(answer(spans))) == [AgedTokens(*one) for one in found]
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ from typing import Any, Literal, NamedTuple
 from recipe.async_pipeline.core.degradation import Caution, Change
 from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import (
+    Admission,
     Group,
     Prompt,
     PromptBatch,
     Publication,
     StepBatch,
-    Ticket,
     Trajectory,
 )
 from recipe.async_pipeline.core.recall import Recall
-from recipe.async_pipeline.core.schedule import OldLogp
+from recipe.async_pipeline.core.schedule import OldLogpSource
 from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, Schedule
 
@@ -78,7 +78,7 @@ class SimTrainer:
         sync_every: int = 1,
         filtered: Callable[[str], bool] = lambda uid: False,
         places: Mapping[str, str] | None = None,
-        old: OldLogp = "trainer",
+        old: OldLogpSource = "trainer",
         order: Order = "drawn",
         refresh: int = 0,
         save_every: int = 0,
@@ -173,7 +173,7 @@ class SimTrainer:
             raise self.fail[name]
         await asyncio.sleep(self.costs[name])
 
-    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+    async def draw_prompts(self, ticket: Admission) -> PromptBatch:
         await self._cost("draw", ticket.step)
         numbers = [divmod(self._drawn + i, self.groups) for i in range(ticket.prompts)]
         self._drawn += ticket.prompts

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from recipe.async_pipeline.core.items import Trajectory
-from recipe.async_pipeline.observe.token_versions import Written, versions_written
+from recipe.async_pipeline.observe.token_versions import TokenVersions, versions_written
 
 Spans = Sequence[Sequence[int]] | None
 
 
-def written(*rows: tuple[Spans, Sequence[int]]) -> Written:
+def written(*rows: tuple[Spans, Sequence[int]]) -> TokenVersions:
     """Return what some trajectories of version 3 to 5 have written; each has spans and a mask."""
     trajectories = [
         Trajectory(
@@ -31,7 +31,7 @@ def written(*rows: tuple[Spans, Sequence[int]]) -> Written:
     return versions_written(trajectories, lengths, generated)
 
 
-def by_token(found: Written) -> list[int]:
+def by_token(found: TokenVersions) -> list[int]:
     return list(np.repeat(found.versions, found.tokens))
 
 

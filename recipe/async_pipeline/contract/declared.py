@@ -86,14 +86,14 @@ class Need:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class DeclaredUses:
     """What `uses.py` of an engine declares."""
 
     files: Mapping[str, str]
     uses: Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
-def table_of(engine: str, package: Path = PACKAGE) -> Table:
+def table_of(engine: str, package: Path = PACKAGE) -> DeclaredUses:
     """Read the table of an engine. Raises ContractError if it is not of literals."""
     file = package / TABLES.format(engine)
     try:
@@ -102,7 +102,7 @@ def table_of(engine: str, package: Path = PACKAGE) -> Table:
             for node in ast.parse(file.read_bytes()).body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
         }
-        return Table(files=found["FILES"], uses=found["USES"])
+        return DeclaredUses(files=found["FILES"], uses=found["USES"])
     except (OSError, ValueError, KeyError, SyntaxError) as error:
         raise ContractError(
             f"{file} must have FILES and USES of literals, got {error!r}; correct it"
@@ -133,7 +133,7 @@ def needs_of(sources: Sources) -> list[Need]:
     return sorted([*declared, *found])
 
 
-def _declared(sources: Sources, table: Table) -> Iterator[Need]:
+def _declared(sources: Sources, table: DeclaredUses) -> Iterator[Need]:
     names = {file: named_in(module_of(sources, file)) for file in table.files}
     for breaks, by_class in table.uses.items():
         found = [
@@ -151,7 +151,10 @@ def _declared(sources: Sources, table: Table) -> Iterator[Need]:
 
 
 def _users(
-    table: Table, names: Mapping[str, frozenset[str]], breaks: str, alternatives: tuple[Alternative, ...]
+    table: DeclaredUses,
+    names: Mapping[str, frozenset[str]],
+    breaks: str,
+    alternatives: tuple[Alternative, ...],
 ) -> tuple[str, ...]:
     """Return the files that name a member; several classes may have it, so what breaks decides."""
     files = [file for file in table.files if names[file] & {one.name for one in alternatives}]

@@ -7,7 +7,7 @@ import ast
 from typing import Any
 
 from . import signatures
-from .sources import Found, Member, Sources, decorators
+from .sources import ClassMember, Definition, Sources, decorators
 
 
 def shape_of(sources: Sources, place: str) -> str | None:
@@ -15,7 +15,7 @@ def shape_of(sources: Sources, place: str) -> str | None:
     found = sources.at(place)
     if found is None and place.endswith(".__init__"):
         return _constructor(sources, place.removesuffix(".__init__"))
-    if isinstance(found, Member):
+    if isinstance(found, ClassMember):
         return _shape(found.node)
     if found is None or found.kind != "function":
         return None if found is None else found.kind
@@ -24,7 +24,7 @@ def shape_of(sources: Sources, place: str) -> str | None:
 
 
 def _shape(node: Any) -> str:
-    if not isinstance(node, signatures.Function):
+    if not isinstance(node, signatures.FunctionNode):
         return "value"
     kinds = decorators(node)
     if kinds & {"property", "cached_property"}:
@@ -38,7 +38,7 @@ def _shape(node: Any) -> str:
 def _constructor(sources: Sources, place: str) -> str | None:
     """Return the signature of a class without `__init__`: of its fields, if it has some."""
     found = sources.at(place)
-    if not isinstance(found, Found) or found.kind != "class":
+    if not isinstance(found, Definition) or found.kind != "class":
         return None
     fields: dict[str, bool] = {}
     for owner in reversed(sources.ancestors(found)):

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ticket:
+class Admission:
     """Permission to draw prompts."""
 
     step: int

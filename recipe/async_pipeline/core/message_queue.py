@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import ChannelClosed, ConservationError, StageProtocolError, StalenessViolation
 from .flow_state import EntryState, QueueState
-from .items import Group, Prompt, Ticket
+from .items import Admission, Group, Prompt
 from .recall import Recall
 from .staleness import Versions
 from .token_ages import newest, oldest_in, with_masks
@@ -90,7 +90,7 @@ class MessageQueue:
 
     # Admission.
 
-    async def next_ticket(self) -> Ticket:
+    async def next_ticket(self) -> Admission:
         """Return a ticket for as many prompts as fit, at most a batch.
 
         Waits for: room. Unblocked by: a weight update that is served, a group that is given up or
@@ -112,7 +112,7 @@ class MessageQueue:
         step = self._last_step + 1 - -(-self._to_admit // self.batch)
         self._to_admit -= room
         self._groups.promise(room, version + self.max_lag)
-        return Ticket(step=step, prompts=room, version=version)
+        return Admission(step=step, prompts=room, version=version)
 
     def depth_changed(self) -> None:
         """Check for room again, because `depth` has changed."""

@@ -24,7 +24,7 @@ from .cancellation import no_stray_cancellation
 from .channel import Channel
 from .deadline import within
 from .pools import DevicePool, Lease
-from .staleness import MADE_BY, Kind
+from .staleness import MADE_BY, VersionKind
 from .state_machine import TERMINAL, Event, StageState, StateMachine
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class RoleStateMachine(ABC):
         lane = {"lane": self.lane} if self.lane else {}
         self.pipeline.log.append(self.role, event, self.state.name, **lane, **{**self._item, **fields})
 
-    async def until(self, kind: Kind, version: int) -> None:
+    async def until(self, kind: VersionKind, version: int) -> None:
         """Return once a version is trained, gathered or served, or the critic has learned from that
         step.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.events import LogRecord
 from ..core.state_machine import TERMINAL
-from .accounting import Accounting, PoolAccount, Seconds, StepAccount, sum_by_reason
+from .accounting import Accounting, DeviceSeconds, PoolAccount, StepAccount, sum_by_reason
 
 _TERMINAL = {state.name for state in TERMINAL}
 
@@ -32,11 +32,11 @@ class Accountant:
         self._lanes: dict[tuple[str, int], str] = {}
         self._gated: dict[tuple[str, int], str] = {}
         self._holders: dict[str, dict[tuple[str, int], None]] = {}
-        self._pending: dict[str, Seconds] = {}
+        self._pending: dict[str, DeviceSeconds] = {}
         """Seconds of the rollout's pool since its servers last reported."""
 
         self._steps: deque[StepAccount] = deque(maxlen=keep_steps)
-        self._step: Seconds = defaultdict(float)
+        self._step: DeviceSeconds = defaultdict(float)
         self._batches_in_flight = 1
         self._loop_s = 0.0
         """Loop bound of all steps."""
@@ -94,7 +94,7 @@ class Accountant:
         """The account of the last optimizer step, or None before the first."""
         return self._steps[-1] if self._steps else None
 
-    def settled(self) -> dict[str, Seconds]:
+    def settled(self) -> dict[str, DeviceSeconds]:
         """Return the device-seconds by pool and reason that are final."""
         return {name: sum_by_reason(pool.seconds) for name, pool in self._pools.items()}
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-Seconds = defaultdict[str, float]
+DeviceSeconds = defaultdict[str, float]
 """Device-seconds by reason."""
 
 _WORK = ("compute_", "sync", "validation")
@@ -43,7 +43,7 @@ class PoolAccount:
     devices: int
     """At the end; replicas may have joined or left meanwhile."""
     roles: tuple[str, ...]
-    seconds: Seconds = field(default_factory=lambda: defaultdict(float))
+    seconds: DeviceSeconds = field(default_factory=lambda: defaultdict(float))
     changes: tuple[tuple[float, int], ...] = ()
     """Each change of the number of devices: seconds since the start of the account, devices added."""
 
@@ -156,9 +156,9 @@ class Accounting:
         return min(1.0, max(self.busiest, self.loop_s / self.steady_s)) if self.steady_s else 0.0
 
 
-def sum_by_reason(*parts: Mapping[str, float]) -> Seconds:
+def sum_by_reason(*parts: Mapping[str, float]) -> DeviceSeconds:
     """Return the sum of several accounts of device-seconds."""
-    total: Seconds = defaultdict(float)
+    total: DeviceSeconds = defaultdict(float)
     for part in parts:
         for reason, seconds in part.items():
             total[reason] += seconds

@@ -47,7 +47,7 @@ from .config_rules import check_devices, check_sections, check_verl_config, has_
 from .diffusers_rules import check_images
 from .model_rules import ROLLOUT
 from .plugin_state import require_loaded
-from .reward.executor import FILE, PACKAGE, Function
+from .reward.executor import FILE, PACKAGE, FunctionLocation
 from .spelling import check_spelling
 from .workers.loss_registry import OffPolicyLossConfig
 
@@ -301,7 +301,7 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
             f"{OWN}.reward.timeout_s requires a custom reward function, got {path!r}; set "
             "reward.custom_reward_function.path"
         )
-    Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
+    FunctionLocation(str(path), str(config.reward.custom_reward_function.name), {}).load()
 
 
 def _require_environment(config: DictConfig, knobs: AsyncPipelineConfig) -> None:

@@ -17,7 +17,7 @@ from ..core.items import LoadReport
 from ..errors import WaitTimeout, WeightSyncError
 from .consumer import Consumer
 from .keeper_state import Shared
-from .manifest import Ticket
+from .manifest import WeightTicket
 from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class Keeper:
             if self.member.state is not ConsumerState.SERVING:
                 await self._serve(version)
 
-    async def _prepare(self, ticket: Ticket) -> bool:
+    async def _prepare(self, ticket: WeightTicket) -> bool:
         """Return whether a version is prepared; False if it is no longer wanted.
 
         Raises the consumer's error, or WaitTimeout.

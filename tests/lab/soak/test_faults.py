@@ -13,7 +13,7 @@ import pytest
 
 from recipe.async_pipeline.lab.soak import faults
 from recipe.async_pipeline.lab.soak.job import SoakFailed, SoakJob
-from recipe.async_pipeline.lab.soak.processes import Found
+from recipe.async_pipeline.lab.soak.processes import LiveProcess
 from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR, new_name
 from tests.fakes.soak_run import Run, record
 
@@ -45,7 +45,7 @@ def test_a_run_that_ends_by_itself_is_noticed(job: Run) -> None:
 
 @pytest.fixture
 def flooded(job: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    raylet = Found(7, "ray/raylet --node=x --gcs-address=127.0.0.1:6379 --more")
+    raylet = LiveProcess(7, "ray/raylet --node=x --gcs-address=127.0.0.1:6379 --more")
     monkeypatch.setattr(job, "processes", lambda part="": [raylet] if part == faults.RAYLET else [])
     return job
 
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_restored_unless_overwritten(job: Run, monkeypatch: pyt
     try:
         path.write_bytes(bytes(range(64)))
         pid = int(path.name.split("-")[2])
-        monkeypatch.setattr(job, "processes", lambda part="": [Found(pid, "python")])
+        monkeypatch.setattr(job, "processes", lambda part="": [LiveProcess(pid, "python")])
         assert faults._buckets(job) == [path.name]
         flipped = faults._flip(path.name, random.Random(1).random())
         assert flipped is not None

@@ -227,7 +227,7 @@ def white_box(table: Table) -> tuple[Any, Any]:
 
     async def episode() -> tuple[Any, Any]:
         pool = EnvironmentPool(COUNTING, PoolLimits(isolation="inline", timeout_s=5))
-        setup = environment_loop.Setup(pool, 16, None, 300, 0)
+        setup = environment_loop.EnvironmentSetup(pool, 16, None, 300, 0)
         environment_loop._setups[asyncio.get_running_loop()] = setup
         loop = table.loop_of(environment_loop.EnvironmentLoop, Engine())
         with kept_turns() as turns:

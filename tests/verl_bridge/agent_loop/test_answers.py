@@ -9,7 +9,7 @@ import pytest
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.items import Trajectory
 from recipe.async_pipeline.errors import RolloutError
-from recipe.async_pipeline.verl_bridge.agent_loop.answers import Sample, counted, trajectory_of
+from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, counted, trajectory_of
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Attempt, Episodes
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import TURNS
 
@@ -52,7 +52,8 @@ def test_a_response_of_an_unknown_version_is_refused(missing: str) -> None:
 def test_the_counts_of_a_group_are_the_sum_over_its_episodes() -> None:
     one = trajectory_of("a_0_0", {}, TAG, ATTEMPT)
     group = [
-        Sample(one, {}, "train", {}, (), counts) for counts in ({}, {"left_behind": 1}, {"retokenized": 0})
+        ResponseSample(one, {}, "train", {}, (), counts)
+        for counts in ({}, {"left_behind": 1}, {"retokenized": 0})
     ]
     assert counted(group, []) == {"left_behind": 1, "retokenized": 0}
     assert counted(group[:1], [0, 2, 1]) == {"replayed_requests": 3}

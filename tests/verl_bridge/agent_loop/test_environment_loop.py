@@ -85,7 +85,7 @@ class Table:
         async def episode() -> Any:
             limits = PoolLimits(isolation="inline", timeout_s=5)
             pool = EnvironmentPool(self.spec, limits)
-            setup = self.module.Setup(
+            setup = self.module.EnvironmentSetup(
                 pool, self.max_turns, self.max_turn_tokens, self.response_length, 3, self.turn_rewards
             )
             self.module._setups[asyncio.get_running_loop()] = setup

@@ -66,8 +66,8 @@ def test_what_engines_have_written_belongs_to_it(rollouts: ModuleType) -> None:
 
 
 def test_tokens_of_unknown_likelihood_are_generated_again(rollouts: ModuleType) -> None:
-    assert open_at(rollouts, None, "x").with_written(rollouts.Written([5], None, [[2, 0]])) is None
-    assert open_at(rollouts, None, "x").with_written(rollouts.Written([], [], [])) is None
+    assert open_at(rollouts, None, "x").with_written(rollouts.WrittenSoFar([5], None, [[2, 0]])) is None
+    assert open_at(rollouts, None, "x").with_written(rollouts.WrittenSoFar([], [], [])) is None
 
 
 def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(rollouts: ModuleType) -> None:

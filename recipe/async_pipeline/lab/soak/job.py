@@ -17,7 +17,7 @@ from typing import Any
 from ...errors import AsyncPipelineError
 from ..bench.runner import last_error
 from ..bench.workload import CONFIGS
-from .processes import Found, processes_with, send
+from .processes import LiveProcess, processes_with, send
 
 MARK = "ASYNC_PIPELINE_SOAK"
 """Environment variable that all processes of a run inherit."""
@@ -31,7 +31,7 @@ STOP_S = 60.0
 ENGINES = ("VLLM::EngineCore", "sglang::scheduler")
 """The processes that hold the weights and generate, of any engine."""
 SERVERS = ("ray::PipelineVLLMServer", "ray::PipelineSGLangServer")
-Record = Mapping[str, Any]
+RecordFields = Mapping[str, Any]
 
 
 class SoakFailed(AsyncPipelineError, RuntimeError):
@@ -60,7 +60,7 @@ class SoakJob:
         self._process: subprocess.Popen[bytes] | None = None
         self._events = self.run_dir / "events.jsonl"
         self._read_to, self._rest = 0, b""
-        self.records: list[Record] = []
+        self.records: list[RecordFields] = []
         """Events of the current process that were read so far."""
 
     # Life cycle.
@@ -121,19 +121,19 @@ class SoakJob:
 
     # Observation.
 
-    def processes(self, *parts: str) -> list[Found]:
+    def processes(self, *parts: str) -> list[LiveProcess]:
         """Return the live processes whose command line contains one of `parts`, or all without any."""
         alive = processes_with(MARK, str(self.folder))
         return [one for one in alive if not parts or any(part in one.command for part in parts)]
 
-    def pick(self, *parts: str) -> Found:
+    def pick(self, *parts: str) -> LiveProcess:
         """Return a random process with one of `parts` in its command line. Raises SoakFailed without one."""
         found = sorted(self.processes(*parts))
         if not found:
             raise SoakFailed(f"no process of the run has {' or '.join(parts)} in its command line")
         return self.random.choice(found)
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[RecordFields]:
         """Return the events since the last call."""
         if not self._events.exists() or self._events.stat().st_ino == self._old_events:
             return []
@@ -152,7 +152,11 @@ class SoakJob:
         return len(self.records)
 
     def wait_for(
-        self, what: str, seen: Callable[[Sequence[Record]], bool], timeout_s: float, since: int | None = None
+        self,
+        what: str,
+        seen: Callable[[Sequence[RecordFields]], bool],
+        timeout_s: float,
+        since: int | None = None,
     ) -> None:
         """Return once `seen` accepts the events from index `since` on; the default is from this call on.
 

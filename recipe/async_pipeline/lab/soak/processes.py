@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Found(NamedTuple):
+class LiveProcess(NamedTuple):
     """A process that is alive."""
 
     pid: int
     command: str
 
 
-def processes_with(name: str, value: str) -> list[Found]:
+def processes_with(name: str, value: str) -> list[LiveProcess]:
     """Return the live processes, among those readable by this user, with the environment variable set."""
     wanted = f"{name}={value}".encode()
     found = []
@@ -30,7 +30,7 @@ def processes_with(name: str, value: str) -> list[Found]:
             except OSError:
                 continue
             if state != "Z" and wanted in environment:
-                found.append(Found(int(entry.name), text))
+                found.append(LiveProcess(int(entry.name), text))
     return found
 
 

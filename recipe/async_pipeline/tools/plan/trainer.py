@@ -21,7 +21,7 @@ from ...config.weight_sync import concurrent_loads
 from ...core.degradation import Caution, Change
 from ...core.flow_state import FlowState
 from ...core.graph import GRAPH
-from ...core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
+from ...core.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
 from ...core.recall import Recall
 from ...core.schedule import Schedule
 from .draws import Draws, GroupCost
@@ -159,7 +159,7 @@ class SimulatedTrainer:
 
     # Work.
 
-    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+    async def draw_prompts(self, ticket: Admission) -> PromptBatch:
         await self._stage(self.profile.stages.draw)
         prompts = []
         for _ in range(ticket.prompts):

@@ -18,7 +18,7 @@ from .redundancy import Begun, Redundant
 from .version_spans import TURNS
 
 
-class Sample(NamedTuple):
+class ResponseSample(NamedTuple):
     """A response on its way into the sample store: its trajectory and the tensors that stay in the store."""
 
     trajectory: Trajectory
@@ -103,18 +103,18 @@ def trajectory_of(
     )
 
 
-def details_of(sample: Sample) -> Details:
+def details_of(sample: ResponseSample) -> Details:
     """Return what the trainer reads of a sample."""
     reward_info = (sample.fields.get("extra_fields") or {}).get("reward_extra_info") or {}
     return Details(columns=sorted(sample.fields), cost=sample.cost, reward_info=reward_info)
 
 
-def slowest_turns(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
+def slowest_turns(samples: Sequence[ResponseSample]) -> Sequence[Sequence[float]]:
     """Return the times of the turns of the response whose last turn ended last; empty without turns."""
     return max((one.times for one in samples if one.times), key=lambda times: sum(times[-1]), default=())
 
 
-def counted(samples: Sequence[Sample], replayed: Iterable[int]) -> dict[str, int]:
+def counted(samples: Sequence[ResponseSample], replayed: Iterable[int]) -> dict[str, int]:
     """Return what happened in the episodes of a group. `replayed`: requests of each, see `Transcript`."""
     counts = counted_together(sample.counts for sample in samples)
     if again := sum(replayed):
@@ -123,10 +123,10 @@ def counted(samples: Sequence[Sample], replayed: Iterable[int]) -> dict[str, int
 
 
 def divided(
-    samples: Sequence[Sample], chosen: Collection[int], episodes: Sequence[Begun]
-) -> tuple[list[Sample], list[Redundant]]:
+    samples: Sequence[ResponseSample], chosen: Collection[int], episodes: Sequence[Begun]
+) -> tuple[list[ResponseSample], list[Redundant]]:
     """Return the samples of the chosen episodes of a group, and what is known of the others."""
-    by_session: dict[int, list[Sample]] = {}
+    by_session: dict[int, list[ResponseSample]] = {}
     for sample in samples:
         by_session.setdefault(_session_of(sample), []).append(sample)
     redundant = [
@@ -139,5 +139,5 @@ def divided(
     return [one for one in samples if _session_of(one) in chosen], redundant
 
 
-def _session_of(sample: Sample) -> int:
+def _session_of(sample: ResponseSample) -> int:
     return int(sample.fields["session_id"])

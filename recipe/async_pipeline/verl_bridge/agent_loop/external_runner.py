@@ -48,7 +48,7 @@ class ExternalRunner:
             self._claims.withdraw(offer)
 
 
-class Address:
+class AddressFile:
     """The file by which runners find the gateway of this process."""
 
     def __init__(self, folder: str) -> None:

@@ -43,7 +43,7 @@ class RecordedRequest(NamedTuple):
     def finished(self) -> bool:
         return self.stop_reason is not None
 
-    def with_more(self, written: Written, stop_reason: str | None) -> RecordedRequest:
+    def with_more(self, written: WrittenSoFar, stop_reason: str | None) -> RecordedRequest:
         """Return it with what was generated after it. What is unknown of a part is unknown of the
         result.
         """
@@ -74,7 +74,7 @@ class RecordedRequest(NamedTuple):
 
     def joined(self, output: TokenOutput) -> TokenOutput:
         """Return what was generated before, followed by `output`."""
-        now = Written(output.token_ids, output.log_probs, output.extra_fields.get("version_spans") or ())
+        now = WrittenSoFar(output.token_ids, output.log_probs, output.extra_fields.get("version_spans") or ())
         whole = self.with_more(now, output.stop_reason).output()
         fields = {**output.extra_fields, **whole.extra_fields, "replica": output.extra_fields.get("replica")}
         return output.model_copy(
@@ -82,7 +82,7 @@ class RecordedRequest(NamedTuple):
         )
 
 
-class Written(NamedTuple):
+class WrittenSoFar(NamedTuple):
     """What an engine has generated for an open request."""
 
     token_ids: Sequence[int]
@@ -101,7 +101,7 @@ class Open(NamedTuple):
     cannot use a part of the response.
     """
 
-    def with_written(self, written: Written | None) -> RecordedRequest | None:
+    def with_written(self, written: WrittenSoFar | None) -> RecordedRequest | None:
         """Return what was generated so far, or None if it is empty or its log-probs are unknown."""
         if written is None or not written.token_ids or not written.spans:
             return self.before
@@ -143,7 +143,7 @@ class Transcript:
         """Forget all requests: the response is generated again from its beginning."""
         self._before, self.said = [], []
 
-    def with_open(self, found: Mapping[str, Written]) -> list[RecordedRequest]:
+    def with_open(self, found: Mapping[str, WrittenSoFar]) -> list[RecordedRequest]:
         """Return all requests, with what engines have generated for open ones. `found`: by the
         engine's name of the request.
         """
@@ -154,7 +154,7 @@ class Transcript:
         return [*self.said, *(part for part in parts if part is not None), *self._before]
 
 
-async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
+async def written_so_far(requests: Sequence[Open]) -> dict[str, WrittenSoFar]:
     """Request from each server, once, what it has generated. A server that is gone or late has nothing."""
     names: dict[Any, list[str]] = {}
     for one in requests:
@@ -172,7 +172,10 @@ async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
     ]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return {
-        name: Written(*one) for answer in answers if isinstance(answer, dict) for name, one in answer.items()
+        name: WrittenSoFar(*one)
+        for answer in answers
+        if isinstance(answer, dict)
+        for name, one in answer.items()
     }
 
 

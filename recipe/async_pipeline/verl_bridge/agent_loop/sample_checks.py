@@ -15,7 +15,7 @@ from ...errors import BadDataError, RewardError
 from ...redaction import without_secrets
 from ..ray_calls import cause_of
 from ..reward.manager import UNSCORED
-from .version_spans import Turn, writer_of
+from .version_spans import ResponseTurn, writer_of
 
 _flaws: ContextVar[list[Flaw] | None] = ContextVar("flaws of the response of this task", default=None)
 
@@ -68,7 +68,7 @@ class Checks:
         """Return whether a group with these flaws is to be trained."""
         return all(self._policies[flaw.kind] == "keep" for flaw in flaws)
 
-    def passes(self, key: str, output: Any, turns: Sequence[Turn]) -> bool:
+    def passes(self, key: str, output: Any, turns: Sequence[ResponseTurn]) -> bool:
         """Return whether verl can store this response and a step can train on it; notes its flaws.
 
         In validation every response passes. `output`: verl's AgentLoopOutput.

@@ -15,12 +15,12 @@ from typing import Any
 import transfer_queue
 from verl.utils import tensordict_utils
 
-from ..sample_columns import Columns
+from ..sample_columns import SampleColumns
 from ..sample_grouping import joinable
-from .answers import Sample
+from .answers import ResponseSample
 
-Rows = list[dict[str, Any]]
-Store = Callable[[list[str], Rows, list[dict[str, Any]], str], Awaitable[None]]
+FieldRows = list[dict[str, Any]]
+Store = Callable[[list[str], FieldRows, list[dict[str, Any]], str], Awaitable[None]]
 """Keys, fields and tags of trajectories, and their partition."""
 
 _STORE: ContextVar[Store | None] = ContextVar("who stores the session of this task", default=None)
@@ -36,13 +36,13 @@ def stored_by(store: Store) -> Iterator[None]:
         _STORE.reset(token)
 
 
-async def put(keys: list[str], fields: Rows, tags: list[dict[str, Any]], partition_id: str) -> None:
+async def put(keys: list[str], fields: FieldRows, tags: list[dict[str, Any]], partition_id: str) -> None:
     """Put trajectories into TransferQueue, as verl does."""
     columns = tensordict_utils.list_of_dict_to_tensordict(fields)
     await transfer_queue.async_kv_batch_put(keys=keys, fields=columns, tags=tags, partition_id=partition_id)
 
 
-async def put_group(samples: Sequence[Sample], *, as_rows: bool) -> None:
+async def put_group(samples: Sequence[ResponseSample], *, as_rows: bool) -> None:
     """Put the responses of a group into TransferQueue. `as_rows`: its backend takes rows without a copy."""
     for indices in joinable([one.fields for one in samples]):
         some = [samples[i] for i in indices]
@@ -50,7 +50,7 @@ async def put_group(samples: Sequence[Sample], *, as_rows: bool) -> None:
         tags = [one.trajectory.payload for one in some]
         if as_rows:
             await transfer_queue.async_kv_batch_put(
-                keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id
+                keys=keys, fields=SampleColumns(fields), tags=tags, partition_id=some[0].partition_id
             )
         else:
             await put(keys, fields, tags, some[0].partition_id)
@@ -76,6 +76,6 @@ class SessionStore:
 STORE = SessionStore()
 
 
-def columns_of(rows: Rows) -> Any:
+def columns_of(rows: FieldRows) -> Any:
     """Return the rows if another stores them, else verl's columns."""
     return rows if _STORE.get() is not None else tensordict_utils.list_of_dict_to_tensordict(rows)

@@ -24,7 +24,7 @@ Span = tuple[int, int]
 """A version and the position of the first token that it wrote; it wrote until the next span."""
 
 
-class Turn(NamedTuple):
+class ResponseTurn(NamedTuple):
     """One request of a response."""
 
     prompt_tokens: int
@@ -41,13 +41,13 @@ class Turn(NamedTuple):
     """When it was requested, by `time.perf_counter`."""
 
 
-_turns: ContextVar[list[Turn] | None] = ContextVar("turns of the response of this task", default=None)
+_turns: ContextVar[list[ResponseTurn] | None] = ContextVar("turns of the response of this task", default=None)
 
 
 @contextmanager
-def kept_turns() -> Iterator[list[Turn]]:
+def kept_turns() -> Iterator[list[ResponseTurn]]:
     """Collect the turns that are taken inside, by this task and its child tasks."""
-    turns: list[Turn] = []
+    turns: list[ResponseTurn] = []
     token = _turns.set(turns)
     try:
         yield turns
@@ -55,7 +55,7 @@ def kept_turns() -> Iterator[list[Turn]]:
         _turns.reset(token)
 
 
-def taken_turns() -> list[Turn]:
+def taken_turns() -> list[ResponseTurn]:
     """Return the turns so far; empty outside of `kept_turns`."""
     return list(_turns.get() or ())
 
@@ -71,10 +71,10 @@ def take_turn(
     """Record the output of a request. An output without versions is not recorded."""
     turns = _turns.get()
     if turns is not None and spans:
-        turns.append(Turn(prompt_tokens, spans, replica, tokens, seconds, began))
+        turns.append(ResponseTurn(prompt_tokens, spans, replica, tokens, seconds, began))
 
 
-def writer_of(turns: Sequence[Turn], prompt_tokens: int, position: int) -> str:
+def writer_of(turns: Sequence[ResponseTurn], prompt_tokens: int, position: int) -> str:
     """Describe the writer of the token at a position in the response, as far as the turns tell."""
     found = ""
     for turn in turns:
@@ -84,7 +84,7 @@ def writer_of(turns: Sequence[Turn], prompt_tokens: int, position: int) -> str:
     return found
 
 
-def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:
+def merged(turns: Sequence[ResponseTurn], prompt_tokens: int) -> list[Span]:
     """Return the spans by position in the response, for a response whose prompt has `prompt_tokens`.
 
     At least one span for each turn, even where the version did not change.
@@ -96,7 +96,9 @@ def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:
     ]
 
 
-def fields_of(turns: Sequence[Turn], prompt_tokens: int, row_spans: Sequence[Span] | None) -> dict[str, Any]:
+def fields_of(
+    turns: Sequence[ResponseTurn], prompt_tokens: int, row_spans: Sequence[Span] | None
+) -> dict[str, Any]:
     """Return the versions of a response as verl's extra fields; empty if none are known.
 
     `row_spans`: of this response, if the agent loop knows them; else all turns are this response's.
@@ -108,7 +110,7 @@ def fields_of(turns: Sequence[Turn], prompt_tokens: int, row_spans: Sequence[Spa
     return {"min_global_steps": min(versions), "max_global_steps": max(versions), "version_spans": spans}
 
 
-def add_fields(outputs: Sequence[Any], turns: Sequence[Turn]) -> None:
+def add_fields(outputs: Sequence[Any], turns: Sequence[ResponseTurn]) -> None:
     """Add versions and turns to verl's extra fields of the responses of an episode with these turns.
 
     Where an agent loop returns several responses, and does not say which turns are in which, their versions
@@ -126,7 +128,7 @@ def add_fields(outputs: Sequence[Any], turns: Sequence[Turn]) -> None:
         one.extra_fields.update(found)
 
 
-def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
+def costs_of(turns: Sequence[ResponseTurn], seconds: float) -> dict[str, float]:
     """Return all of `COSTS` but `score_s`. `seconds`: from the start of the response until it was ready
     to be scored.
     """
@@ -147,7 +149,7 @@ def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
 
 
 def waits_of(
-    turns: Sequence[Turn], began: float, ended: float, excused_s: float = 0.0
+    turns: Sequence[ResponseTurn], began: float, ended: float, excused_s: float = 0.0
 ) -> tuple[float, float]:
     """Return for how many seconds an episode waited for the policy, and for anything else.
 
@@ -161,7 +163,7 @@ def waits_of(
     return model_s, max(0.0, ended - began - model_s - excused_s)
 
 
-def times_of(turns: Sequence[Turn], began: float) -> list[list[float]]:
+def times_of(turns: Sequence[ResponseTurn], began: float) -> list[list[float]]:
     """Return start and seconds of each turn of a response that began then; empty for a single turn."""
     if len(turns) < 2:
         return []

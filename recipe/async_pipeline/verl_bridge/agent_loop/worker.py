@@ -32,7 +32,7 @@ from . import (
     environment_loop,
     stored_sessions,
 )
-from .answers import Answered, Sample, counted, details_of, divided, slowest_turns, trajectory_of
+from .answers import Answered, ResponseSample, counted, details_of, divided, slowest_turns, trajectory_of
 from .episode_attempts import Episodes, current_attempt
 from .partial_rollouts import (
     COLUMN,
@@ -90,7 +90,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._sampling = sampling_of(self.config.actor_rollout_ref.rollout)
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
         self._groups: dict[str, asyncio.Future[Answered]] = {}
-        self._finished: dict[str, list[Sample]] = {}
+        self._finished: dict[str, list[ResponseSample]] = {}
         self._answering: dict[str, asyncio.Task[Any]] = {}
         self._given_up: set[str] = set()
         """Groups that were given up before their first response began."""
@@ -377,7 +377,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         else:
             assert attempt is not None, "training repeats episodes"
             group += [
-                Sample(
+                ResponseSample(
                     trajectory_of(key, values, tag, attempt, _WAITS.get()),
                     values,
                     partition_id,
@@ -388,5 +388,5 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             ]
             group[-1] = group[-1]._replace(counts=attempt.counts, took_ms=attempt.took_ms)
 
-    async def _store_group(self, group: list[Sample]) -> None:
+    async def _store_group(self, group: list[ResponseSample]) -> None:
         await stored_sessions.put_group(group, as_rows=self._stores_rows)

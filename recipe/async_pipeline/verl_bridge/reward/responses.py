@@ -12,14 +12,14 @@ from tensordict import TensorDict
 from verl import DataProto
 
 
-class Plain(NamedTuple):
+class PlainData(NamedTuple):
     """A DataProto as arrays, without `meta_info`; all dtypes must exist in numpy."""
 
     tensors: Mapping[str, np.ndarray[Any, Any]]
     others: Mapping[str, np.ndarray[Any, Any]]
 
     @classmethod
-    def of(cls, data: DataProto) -> Plain:
+    def of(cls, data: DataProto) -> PlainData:
         """Return the arrays of a DataProto, which share its memory."""
         return cls({name: tensor.numpy() for name, tensor in data.batch.items()}, data.non_tensor_batch)
 

@@ -17,7 +17,7 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from ..direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
 from .executor import only_errors
 from .naive_scoring import Scorer, scorer_of
-from .responses import Plain, Response
+from .responses import PlainData, Response
 from .visual import VisualRewardManager
 
 
@@ -39,7 +39,7 @@ class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
         else:
             self._scorer = None if by_model else scorer_of(manager)
 
-    async def compute_plain(self, answer: Plain | Response) -> dict[str, Any]:
+    async def compute_plain(self, answer: PlainData | Response) -> dict[str, Any]:
         """Score one response, as verl's `compute_score` does."""
         if self._scorer is not None and isinstance(answer, Response) and len(answer.responses) == 1:
             return await self._scorer(answer)
@@ -64,9 +64,9 @@ class PlainCaller:
 
     def remote(self, data: DataProto) -> Awaitable[dict[str, Any]]:
         """Request the score of one response."""
-        return self.score(Plain.of(data))
+        return self.score(PlainData.of(data))
 
-    async def score(self, answer: Plain | Response) -> dict[str, Any]:
+    async def score(self, answer: PlainData | Response) -> dict[str, Any]:
         """Return the score of one response."""
         try:
             result: dict[str, Any] = await self._direct.call("compute_plain", answer)

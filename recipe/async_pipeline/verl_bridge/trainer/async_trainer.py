@@ -40,7 +40,7 @@ from ...core.diagnosis import diagnose
 from ...core.flow import AsyncTrainingFlow
 from ...core.flow_state import FlowState
 from ...core.graph import GRAPH
-from ...core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
+from ...core.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch
 from ...core.recall import Recall
 from ...core.schedule import Schedule
 from ...core.wait_graph import Wait, waits_of
@@ -57,7 +57,7 @@ from ...patching.patched_tree import require_known
 from ...patching.verl_source import find_verl_root
 from ...redaction import redacted
 from ...stages.custom import insert_custom_stages
-from ...weight_sync.manifest import Ticket as WeightTicket
+from ...weight_sync.manifest import WeightTicket
 from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .. import replaced
 from ..agent_loop import template_check
@@ -494,7 +494,7 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     # PipelineTrainer: work.
 
-    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+    async def draw_prompts(self, ticket: Admission) -> PromptBatch:
         return await self.generation.draw(ticket)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:

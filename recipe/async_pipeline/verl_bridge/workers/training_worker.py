@@ -25,8 +25,8 @@ from ...core.deadline import within
 from ...errors import WeightSyncError
 from ...weight_sync.arena import ArenaReader
 from ...weight_sync.host_slots import Reader, this_process
-from ...weight_sync.manifest import Manifest, Ticket
-from ...weight_sync.shard_load import Loaded, load_parts, prove_parts, require_same_adapter
+from ...weight_sync.manifest import Manifest, WeightTicket
+from ...weight_sync.shard_load import RankLoad, load_parts, prove_parts, require_same_adapter
 from .. import replaced
 from ..cpu_platform import is_cpu
 from ..host_memory_service import HostMemories
@@ -128,7 +128,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
             self.actor.set_loss_fn(partial(ppo_loss_with_scores, **self.loss_fn.keywords))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def gather_weights(self, version: int) -> Ticket | None:
+    def gather_weights(self, version: int) -> WeightTicket | None:
         """Copy the weights into host memory; one rank of each host returns a ticket, others None.
 
         A collective.
@@ -136,7 +136,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         host = ray.get_runtime_context().get_node_id()
         self._ranks = self._ranks or TrainingRanks(host)
         held = held_by(self.actor.engine)
-        ticket: Ticket | None
+        ticket: WeightTicket | None
         if held is not None:
             ticket = self.checkpoint_engine.gather_parts(held.parts, version, self._ranks, held.adapter)
         else:
@@ -146,7 +146,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         return None if ticket is None else msgspec.structs.replace(ticket, host=host)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_version(self, ticket: Ticket, memories: HostMemories, timeout_s: float) -> Loaded:
+    def load_version(self, ticket: WeightTicket, memories: HostMemories, timeout_s: float) -> RankLoad:
         """Load a published version into the forward-only model; return what this rank did. A collective.
 
         Raises WeightSyncError if it is corrupt or of another model, ProofError if the loaded values
@@ -164,7 +164,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
             compared = prove_parts(manifest, held.parts)
             offload_again(self.ref.engine)
             thread.submit(asyncio.run, memories.release(reader, ticket.version)).result()
-        return Loaded(ticket.version, compared)
+        return RankLoad(ticket.version, compared)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_reference(self, folder: str) -> None:
@@ -201,7 +201,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         return held
 
     async def _fetch(
-        self, memories: HostMemories, ticket: Ticket, reader: Reader, timeout_s: float
+        self, memories: HostMemories, ticket: WeightTicket, reader: Reader, timeout_s: float
     ) -> Manifest:
         return await within(
             memories.fetch(ticket, reader, timeout_s),

@@ -30,7 +30,7 @@ from ....weight_sync.engine_adapter import Computed, Conversion, Delivered, Expe
 from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
 from ....weight_sync.standby_conversion import Convert, Named
-from ....weight_sync.standby_version import Ended, ignore
+from ....weight_sync.standby_version import StagingEnded, ignore
 from ... import replaced
 from ..served_layout import parts_of
 from ..served_tensors import require_fresh_products, served_tensors
@@ -110,7 +110,7 @@ class VllmAdapter(RecordingAdapter):
         self.load_adapter(manifest, manifest.adapter)
         return self._delivered_adapter(manifest, manifest.adapter)
 
-    def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
+    def prepare(self, manifest: Manifest, ended: StagingEnded = ignore) -> bool:
         return manifest.adapter is None and super().prepare(manifest, ended)
 
     def computed(self) -> Sequence[Computed]:
