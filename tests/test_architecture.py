@@ -465,6 +465,39 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 # Habits.
 
 
+TWO_THINGS: Mapping[str, str] = {"Answer": "weight_sync/answer.py is being renamed"}
+"""Names of types that may stand for two things for now."""
+
+
+def types_of(module: str) -> Iterator[str]:
+    """Yield the public classes and the aliases of types that a module defines at its top."""
+    for node in parse(module).body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if not is_type_variable(value):
+                if name != name.upper() or len(name) == 1:
+                    yield name
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+                yield name
+
+
+def is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
+
+
+def test_a_type_name_stands_for_one_thing() -> None:
+    """Who greps a name finds one definition."""
+    defined: dict[str, list[str]] = {}
+    for module in MODULES:
+        for name in types_of(module):
+            if name[0].isupper():
+                defined.setdefault(name, []).append(module)
+    twice = {name: modules for name, modules in defined.items() if len(modules) > 1}
+    assert {name: twice[name] for name in twice.keys() - TWO_THINGS.keys()} == {}
+    assert TWO_THINGS.keys() <= twice.keys(), "drop its line"
+
+
 def test_nothing_prints() -> None:
     printing = [
         module

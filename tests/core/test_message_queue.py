@@ -20,6 +20,7 @@ from recipe.async_pipeline.core.message_queue import MessageQueue, share_of
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.staleness import Versions, check_lag
 from recipe.async_pipeline.core.token_ages import masked, oldest_in
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.core.untrained_groups import UntrainedGroups
 from recipe.async_pipeline.errors import (
     ChannelClosed,
@@ -92,7 +93,7 @@ def group_of(uid: str, versions: Sequence[int]) -> Group:
         first_version=min(versions),
         last_version=max(versions),
         num_tokens=len(versions),
-        spans=tuple((versions[i], i) for i in changes),
+        spans=spans_of((versions[i], i) for i in changes),
     )
     return Group(uid=uid, step=1, trajectories=(one,))
 

@@ -19,6 +19,7 @@ from recipe.async_pipeline.core.token_ages import (
     with_masks,
     written,
 )
+from recipe.async_pipeline.core.token_spans import spans_of
 
 Spans = Sequence[tuple[int, int]]
 
@@ -30,7 +31,7 @@ def answer(spans: Spans | None, tokens: int = 100, before: int = 0) -> Trajector
         first_version=min(versions),
         last_version=max(versions),
         num_tokens=tokens,
-        spans=None if spans is None else tuple(spans),
+        spans=None if spans is None else spans_of(spans),
         masked_before=before,
     )
 

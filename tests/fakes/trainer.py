@@ -22,6 +22,7 @@ from recipe.async_pipeline.core.items import (
 )
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.schedule import OldLogpSource
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, Schedule
 
@@ -208,7 +209,7 @@ class SimTrainer:
                 first_version=first,
                 last_version=self.served,
                 num_tokens=1 if spans is None else TOKENS,
-                spans=spans,
+                spans=None if spans is None else spans_of(spans),
                 reward=0.5,
             )
             for i in range(self.n)

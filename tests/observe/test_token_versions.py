@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from recipe.async_pipeline.core.items import Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.observe.token_versions import TokenVersions, versions_written
 
 Spans = Sequence[Sequence[int]] | None
@@ -22,7 +23,7 @@ def written(*rows: tuple[Spans, Sequence[int]]) -> TokenVersions:
             first_version=3,
             last_version=5,
             num_tokens=len(mask),
-            spans=None if spans is None else tuple((version, start) for version, start in spans),
+            spans=None if spans is None else spans_of(spans),
         )
         for spans, mask in rows
     ]

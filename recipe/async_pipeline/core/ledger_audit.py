@@ -23,6 +23,7 @@ from .fates import Fate
 from .items import Trajectory
 from .session_keys import last_keys
 from .token_ages import oldest_in, oldest_trained
+from .token_spans import spans_of
 
 SHOWN = 20
 """Violations that are kept in full; further ones are only counted."""
@@ -298,7 +299,7 @@ def _trajectory_of(record: LedgerFields) -> Trajectory:
         first_version=int(record["first"]),
         last_version=int(record.get("last", record["first"])),
         num_tokens=int(record.get("tokens", 0)),
-        spans=None if spans is None else tuple((int(version), int(start)) for version, start in spans),
+        spans=None if spans is None else spans_of(spans),
     )
 
 

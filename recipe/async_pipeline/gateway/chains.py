@@ -22,11 +22,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import uuid4
 
+from ..core.token_spans import TokenSpan
 from ..errors import RequestRefused
 from .conversation import Message, identities, identity
-
-Span = tuple[int, int]
-"""A version and the position of the first token that it wrote; it wrote until the next span."""
 
 
 class Completion(NamedTuple):
@@ -35,7 +33,7 @@ class Completion(NamedTuple):
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None
     """Of each token; None if the run does not record them."""
-    spans: Sequence[Span]
+    spans: Sequence[TokenSpan]
     """Positions count from the first token of the answer."""
     whole: bool = True
     """It ends with the token that ends a turn."""
@@ -50,7 +48,7 @@ class ChainRow(NamedTuple):
     """1 for tokens of the response that the policy wrote in this chain."""
     log_probs: list[float] | None
     """Of the response; 0 where the mask is 0."""
-    spans: list[Span]
+    spans: list[TokenSpan]
     """Positions count from the first token of the response. At least one span for each answer."""
     answers: int
 
@@ -77,7 +75,7 @@ class Chain:
     token_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] | None = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
     """By position in `token_ids`."""
     boundaries: list[Boundary] = field(default_factory=list)
     busy: bool = False
@@ -95,8 +93,8 @@ class Chain:
             self.log_probs = [*self.log_probs[:kept], *[0.0] * added, *answer.log_probs]
         else:
             self.log_probs = None
-        spans = [(int(version), len(request) + int(at)) for version, at in answer.spans]
-        self.spans = [*(span for span in self.spans if span[1] < kept), *spans]
+        spans = [TokenSpan(version, len(request) + at) for version, at in answer.spans]
+        self.spans = [*(span for span in self.spans if span.start < kept), *spans]
         self.boundaries = [one for one in self.boundaries if one.tokens <= kept]
 
     def row(self, prompt_limit: int) -> ChainRow:
@@ -107,7 +105,7 @@ class Chain:
             self.token_ids[start:],
             self.mask[start:],
             None if self.log_probs is None else self.log_probs[start:],
-            [(version, at - start) for version, at in self.spans],
+            [TokenSpan(version, at - start) for version, at in self.spans],
             self.answers,
         )
 

@@ -25,7 +25,8 @@ from uuid import uuid4
 
 from ..core.deadline import within
 from ..core.items import LoadReport
-from .answer import Answer, Part, Span
+from ..core.token_spans import TokenSpan, pairs_of
+from .answer import Answer, Part
 from .attempt_gate import AttemptGate
 
 STANDSTILL_S = 5.0
@@ -140,7 +141,7 @@ class Engine(Protocol[_Request, Output]):
 
 
 class _Recording(NamedTuple):
-    spans: list[Span]
+    spans: list[TokenSpan]
     session: int | None
 
 
@@ -148,12 +149,12 @@ _recording: ContextVar[_Recording | None] = ContextVar("the answer that this tas
 
 
 @contextmanager
-def recorded_spans(session: int | None = None) -> Iterator[list[Span]]:
+def recorded_spans(session: int | None = None) -> Iterator[list[TokenSpan]]:
     """Yield a list that receives the spans of the one response generated inside.
 
     `session`: the version that began the first response of its session; None if this is the first one.
     """
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     token = _recording.set(_Recording(spans, session))
     try:
         yield spans
@@ -329,7 +330,7 @@ class VersionedEngine(Generic[Request, Output]):
             current = now.get(name) if len(answer.before) == attempts[name] else None
             parts = [AttemptTokens(part.token_ids, self._engine.log_probs(part)) for part in answer.before]
             tokens, log_probs = _together([*parts, *([current] if current is not None else [])])
-            spans = [list(span) for span in answer.spans if span.start < len(tokens)]
+            spans = pairs_of(span for span in answer.spans if span.start < len(tokens))
             if tokens and spans:
                 found[name] = tokens, log_probs, spans
         return found

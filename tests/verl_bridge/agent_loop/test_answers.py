@@ -8,6 +8,7 @@ import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.items import Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RolloutError
 from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, counted, trajectory_of
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Attempt, Episodes
@@ -26,7 +27,7 @@ def test_a_stored_response_becomes_a_trajectory() -> None:
         first_version=1,
         last_version=2,
         num_tokens=3,
-        spans=((1, 0), (2, 2)),
+        spans=spans_of(((1, 0), (2, 2))),
         turns=3,
         reward=0.5,
         model_s=1.5,

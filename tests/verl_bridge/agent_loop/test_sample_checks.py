@@ -12,12 +12,16 @@ import torch
 from ray.exceptions import RayTaskError
 
 from recipe.async_pipeline.core.bad_data import Flaw, Policies
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RewardError
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ResponseTurn
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-TURNS = [ResponseTurn(4, [(3, 0), (4, 2)], "replica 0"), ResponseTurn(9, [(4, 0)], "replica 1")]
+TURNS = [
+    ResponseTurn(4, spans_of([(3, 0), (4, 2)]), "replica 0"),
+    ResponseTurn(9, spans_of([(4, 0)]), "replica 1"),
+]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import VersionNotServed
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import kept_turns
@@ -457,7 +458,7 @@ def test_waiting_requests_wait_for_the_return_of_a_replica_that_dies(module: Mod
 def recorded_request(module: ModuleType, tokens: list[int], stop: str | None) -> Any:
     return importlib.import_module(
         "recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts"
-    ).RecordedRequest([1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0")
+    ).RecordedRequest([1], tokens, [-0.5] * len(tokens), spans_of([[3, 0]]), stop, "replica 0")
 
 
 async def resumed(

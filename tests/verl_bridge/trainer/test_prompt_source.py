@@ -12,6 +12,7 @@ import pytest
 
 from recipe.async_pipeline.core.fates import Settlement
 from recipe.async_pipeline.core.items import Prompt
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import CheckpointError
 from tests.conftest import Load
 
@@ -138,7 +139,7 @@ def test_partial_responses_are_in_the_payload_of_the_first_attempt_only(make: An
     before = make()
     uids = [prompt.uid for prompt in deal(before, 3)]
     state, loader = before.state(uids, [])
-    begun = [[rollouts.RecordedRequest([1], [2, 3], [-1.0, -1.0], [[0, 0]], None)], []]
+    begun = [[rollouts.RecordedRequest([1], [2, 3], [-1.0, -1.0], spans_of([[0, 0]]), None)], []]
     after = make()
     after.restore(written_and_read(state), loader, {uids[0]: begun, uids[1]: begun, uids[2]: [[], []]})
     prompts = after.found(uids)

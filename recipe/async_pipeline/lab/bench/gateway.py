@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...console import echo
+from ...core.token_spans import spans_of
 from ...errors import ConfigError
 from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said
@@ -100,7 +101,7 @@ class BytePolicy:
     ) -> Completion:
         self.prompts.append(list(token_ids))
         await asyncio.sleep(ENGINE_S)
-        return Completion([*ANSWER, END], [-0.5] * (len(ANSWER) + 1), [(len(self.prompts), 0)])
+        return Completion([*ANSWER, END], [-0.5] * (len(ANSWER) + 1), spans_of([(len(self.prompts), 0)]))
 
     async def read(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], stop: Sequence[str]

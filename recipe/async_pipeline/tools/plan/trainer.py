@@ -24,6 +24,7 @@ from ...core.graph import GRAPH
 from ...core.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
 from ...core.recall import Recall
 from ...core.schedule import Schedule
+from ...core.token_spans import spans_of
 from .draws import Draws, GroupCost
 from .profile import Profile, Stage
 from .replica import Replica
@@ -191,7 +192,7 @@ class SimulatedTrainer:
                 first_version=versions.first_version,
                 last_version=versions.last_version,
                 num_tokens=cost.tokens,
-                spans=versions.spans,
+                spans=spans_of(versions.spans),
             )
             for i, (cost, versions) in enumerate(zip(costs.answers, served, strict=True))
         )

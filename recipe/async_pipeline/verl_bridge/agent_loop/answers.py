@@ -11,6 +11,7 @@ import numpy as np
 from ...agents.episodes import counted_together
 from ...core.bad_data import Flaw
 from ...core.items import Trajectory
+from ...core.token_spans import spans_of
 from ...errors import RolloutError
 from ...observe.agent_output import FailedAttempt
 from .episode_attempts import Attempt
@@ -92,7 +93,7 @@ def trajectory_of(
         first_version=int(first),
         last_version=int(last),
         num_tokens=int(tag["response_len"]),
-        spans=None if spans is None else tuple((int(version), int(at)) for version, at in spans),
+        spans=None if spans is None else spans_of(spans),
         turns=told.get(TURNS),
         reward=None if scores is None else float(np.sum(np.asarray(scores), dtype=np.float64)),
         model_s=None if waits is None else round(waits[0], 6),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
+from ...core.token_spans import spans_of
 from ...errors import RequestRefused
 from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said, ToolCall, tool_call
@@ -114,7 +115,7 @@ class SessionPolicy:
             raise RequestRefused(f"the engine refuses the request: {why}") from error
         self.generate_s += time.perf_counter() - started
         tokens = list(output.token_ids)
-        spans = [(int(version), int(at)) for version, at in output.extra_fields.get("version_spans") or ()]
+        spans = spans_of(output.extra_fields.get("version_spans") or ())
         whole = bool(tokens) and tokens[-1] in self._ends
         return Completion(tokens, None if output.log_probs is None else list(output.log_probs), spans, whole)
 

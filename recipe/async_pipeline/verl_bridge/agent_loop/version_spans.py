@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from ...core.token_spans import TokenSpan, spans_of
+
 COSTS = ("turns", "prompt_tokens", "tokens", "observation_tokens", "generate_s", "environment_s", "score_s")
 """The measured cost of a response: tokens that the model wrote and that tools returned, and seconds with the
 engines, with tools and other code, and until the response had its score.
@@ -20,8 +22,6 @@ ROW_SPANS, ROW_TURNS = "row_version_spans", "row_turns"
 """Fields with which an agent loop that returns several responses tells the spans and the turns of each."""
 TURNS = "policy_turns"
 """Field with the number of turns that the policy wrote in a response. verl's `num_turns` counts messages."""
-Span = tuple[int, int]
-"""A version and the position of the first token that it wrote; it wrote until the next span."""
 
 
 class ResponseTurn(NamedTuple):
@@ -29,8 +29,8 @@ class ResponseTurn(NamedTuple):
 
     prompt_tokens: int
     """Tokens of everything before it: the prompt, earlier turns, and tool output."""
-    spans: Sequence[Sequence[int]]
-    """Pairs of version and position of its first token in this turn."""
+    spans: Sequence[TokenSpan]
+    """Positions count from the first token of this turn."""
     replica: str = ""
     """The replica that generated it, if known."""
     tokens: int = 0
@@ -71,7 +71,7 @@ def take_turn(
     """Record the output of a request. An output without versions is not recorded."""
     turns = _turns.get()
     if turns is not None and spans:
-        turns.append(ResponseTurn(prompt_tokens, spans, replica, tokens, seconds, began))
+        turns.append(ResponseTurn(prompt_tokens, spans_of(spans), replica, tokens, seconds, began))
 
 
 def writer_of(turns: Sequence[ResponseTurn], prompt_tokens: int, position: int) -> str:
@@ -79,35 +79,36 @@ def writer_of(turns: Sequence[ResponseTurn], prompt_tokens: int, position: int) 
     found = ""
     for turn in turns:
         for version, start in turn.spans:
-            if turn.prompt_tokens - prompt_tokens + int(start) <= position or not found:
+            if turn.prompt_tokens - prompt_tokens + start <= position or not found:
                 found = f"{turn.replica or 'a replica'} with version {version}"
     return found
 
 
-def merged(turns: Sequence[ResponseTurn], prompt_tokens: int) -> list[Span]:
+def merged(turns: Sequence[ResponseTurn], prompt_tokens: int) -> list[TokenSpan]:
     """Return the spans by position in the response, for a response whose prompt has `prompt_tokens`.
 
     At least one span for each turn, even where the version did not change.
     """
     return [
-        (int(version), turn.prompt_tokens - prompt_tokens + int(start))
+        TokenSpan(version, turn.prompt_tokens - prompt_tokens + start)
         for turn in turns
         for version, start in turn.spans
     ]
 
 
 def fields_of(
-    turns: Sequence[ResponseTurn], prompt_tokens: int, row_spans: Sequence[Span] | None
+    turns: Sequence[ResponseTurn], prompt_tokens: int, row_spans: Sequence[TokenSpan] | None
 ) -> dict[str, Any]:
     """Return the versions of a response as verl's extra fields; empty if none are known.
 
     `row_spans`: of this response, if the agent loop knows them; else all turns are this response's.
     """
-    spans = merged(turns, prompt_tokens) if row_spans is None else list(row_spans)
+    spans: Sequence[TokenSpan] = merged(turns, prompt_tokens) if row_spans is None else spans_of(row_spans)
     if not spans:
         return {}
-    versions = [version for version, _ in spans]
-    return {"min_global_steps": min(versions), "max_global_steps": max(versions), "version_spans": spans}
+    versions = [span.version for span in spans]
+    pairs = [tuple(span) for span in spans]
+    return {"min_global_steps": min(versions), "max_global_steps": max(versions), "version_spans": pairs}
 
 
 def add_fields(outputs: Sequence[Any], turns: Sequence[ResponseTurn]) -> None:

@@ -82,7 +82,7 @@ class PipelineLLMClient(LLMServerClient):
         """
         started, attempt = time.perf_counter(), current_attempt()
         if self._sessions_reuse and (turns := taken_turns()):
-            kwargs["session"] = int(turns[0].spans[0][0])
+            kwargs["session"] = turns[0].spans[0].version
         answering = (
             self._ask(request_id, **kwargs)
             if transcript is None
