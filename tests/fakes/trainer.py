@@ -174,12 +174,12 @@ class SimTrainer:
             raise self.fail[name]
         await asyncio.sleep(self.costs[name])
 
-    async def draw_prompts(self, ticket: Admission) -> PromptBatch:
-        await self._cost("draw", ticket.step)
-        numbers = [divmod(self._drawn + i, self.groups) for i in range(ticket.prompts)]
-        self._drawn += ticket.prompts
+    async def draw_prompts(self, admission: Admission) -> PromptBatch:
+        await self._cost("draw", admission.step)
+        numbers = [divmod(self._drawn + i, self.groups) for i in range(admission.prompts)]
+        self._drawn += admission.prompts
         prompts = tuple(_prompt(step + 1, i) for step, i in numbers)
-        return PromptBatch(step=ticket.step, prompts=prompts, admitted_version=ticket.version)
+        return PromptBatch(step=admission.step, prompts=prompts, admitted_version=admission.version)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         await self._cost("restore", self.schedule.first_step)

@@ -18,7 +18,7 @@ class Admission:
     """The optimizer step that the first of these prompts is drawn for."""
     prompts: int
     version: int
-    """The oldest version that any replica served when the ticket was issued."""
+    """The oldest version that any replica served when the admission was issued."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,20 +16,20 @@ class DataloaderStateMachine(RoleStateMachine):
     _resumes = True
 
     async def receive(self) -> Admission | tuple[str, ...]:
-        """Return the prompts to dispatch again, once; then tickets.
+        """Return the prompts to dispatch again, once; then admissions.
 
-        Waits for: a ticket. Unblocked by: a weight update that is served, or a group that is given
+        Waits for: an admission. Unblocked by: a weight update that is served, or a group that is given
         up.
         """
         resumed, self._resumes = self.pipeline.resumed if self._resumes else None, False
         if resumed is not None and (uids := resumed.in_flight()):
             return uids
-        ticket: Admission = await self._wait(
-            self.pipeline.queue.next_ticket(),
+        admission: Admission = await self._wait(
+            self.pipeline.queue.next_admission(),
             "leave to draw prompts, i.e. for weights that are new enough to be served",
             lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "param_update"),
         )
-        return ticket
+        return admission
 
     async def gate(self, item: Admission | tuple[str, ...]) -> None:
         """Waits for: weights to generate with. Unblocked by: the first weight update."""

@@ -21,7 +21,7 @@ from ..errors import WeightSyncError
 from ..weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
 from ..weight_sync.board import Board, await_manifest
 from ..weight_sync.manifest import Manifest, WeightTicket, decode_ticket, encode
-from ..weight_sync.ranks import ArenaRanks
+from ..weight_sync.ranks import HostRanks
 
 POLL_S = 0.002
 """Polling interval of a receiver under verl's manager; sender and receiver start together."""
@@ -67,7 +67,7 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         return self._writer.gather(version, weights, adapter)
 
     def gather_parts(
-        self, parts: Sequence[HeldBlock], version: int, ranks: ArenaRanks, adapter: str | None = None
+        self, parts: Sequence[HeldBlock], version: int, ranks: HostRanks, adapter: str | None = None
     ) -> WeightTicket | None:
         """Copy the blocks of each rank into an arena without assembling tensors; otherwise like `gather`.
 

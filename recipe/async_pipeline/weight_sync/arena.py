@@ -38,15 +38,13 @@ from .manifest import (
 )
 from .memory_work import copy_all
 from .proof import draw_sample, sampled_names
-from .ranks import Alone, ArenaRanks
+from .ranks import Alone, HostRanks
 from .segment import Segment, create_segment, direct_ranges, view_of
 from .segment_names import SHM_DIR, sweep_orphans
 from .shares import BlockPlace, laid_out, share_of, used_by, view_of_block
 
 ANNOUNCE_S = 600.0
-"""Deadline for the checksums of a version, which were started one weight update earlier; the slowest host
-hashes 1 GB/s.
-"""
+"""Deadline for the checksums of a version, started one update earlier; the slowest host hashes 1 GB/s."""
 
 
 class HeldBlock(NamedTuple):
@@ -102,7 +100,7 @@ class Arena:
         """Bytes of each bucket."""
         return self._layout.used if self._blocks is None else used_by(self._blocks)
 
-    def write_parts(self, parts: Sequence[HeldBlock], ranks: ArenaRanks) -> None:
+    def write_parts(self, parts: Sequence[HeldBlock], ranks: HostRanks) -> None:
         """Copy this rank's blocks. All ranks call this with the same tensors in the same order."""
         described = [(part.name, part.shape, part.dtype) for part in parts]
         held = [part for part in parts if part.values is not None and part.values.numel()]
@@ -174,7 +172,7 @@ class Arena:
         target = self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
         return self._layout.place(name, shape, str(target).removeprefix("torch."), target.itemsize)
 
-    def _lay_out_blocks(self, parts: Sequence[HeldBlock], ranks: ArenaRanks) -> list[torch.Tensor]:
+    def _lay_out_blocks(self, parts: Sequence[HeldBlock], ranks: HostRanks) -> list[torch.Tensor]:
         """Lay out the blocks of all ranks of this host; return the targets of this rank."""
         mine = [
             BlockPlace(index, part.offset, part.extent)
@@ -200,7 +198,7 @@ class Arena:
             for block, shape in zip(own, held, strict=True)
         ]
 
-    def _share_segments(self, ranks: ArenaRanks) -> None:
+    def _share_segments(self, ranks: HostRanks) -> None:
         """Have all ranks of this host map the buckets of the owner."""
         used = self._used
         if ranks.rank == 0:
@@ -243,13 +241,9 @@ class ArenaWriter:
     """The trainer's side: gathers versions alternately into two arenas."""
 
     def __init__(
-        self,
-        bucket_bytes: int,
-        proof_tensors: int,
-        dtype: torch.dtype | None,
-        ranks: ArenaRanks | None = None,
+        self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None, ranks: HostRanks | None = None
     ) -> None:
-        self._ranks: ArenaRanks = ranks or Alone()
+        self._ranks: HostRanks = ranks or Alone()
         self._owner = self._ranks.rank == 0
         self._arenas = (Arena(bucket_bytes, dtype), Arena(bucket_bytes, dtype))
         self._boards: list[Board] = []

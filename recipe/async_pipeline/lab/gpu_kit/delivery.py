@@ -77,7 +77,7 @@ class DeliveryModel(nn.Module):
         return hidden
 
 
-class HostRanks:
+class DeliveryRanks:
     """All ranks of this host; see `weight_sync.ranks`."""
 
     hosts = 1
@@ -154,7 +154,7 @@ class Delivery:
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.writer = ArenaWriter(BUCKET_BYTES, PROOF_TENSORS, None, HostRanks())
+        self.writer = ArenaWriter(BUCKET_BYTES, PROOF_TENSORS, None, DeliveryRanks())
         self.served, self.prover = DeliveryEngine(width, device), Prover()
         self.seconds: dict[str, list[float]] = {"gather": [], "stage": [], "commit": [], "prove": []}
         self.proved = self.different = 0

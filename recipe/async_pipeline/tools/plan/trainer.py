@@ -160,13 +160,13 @@ class SimulatedTrainer:
 
     # Work.
 
-    async def draw_prompts(self, ticket: Admission) -> PromptBatch:
+    async def draw_prompts(self, admission: Admission) -> PromptBatch:
         await self._stage(self.profile.stages.draw)
         prompts = []
-        for _ in range(ticket.prompts):
+        for _ in range(admission.prompts):
             number = next(self._numbers)
-            prompts.append(Prompt(uid=str(number), step=ticket.step, payload=self._draws.group(number)))
-        return PromptBatch(step=ticket.step, prompts=tuple(prompts), admitted_version=ticket.version)
+            prompts.append(Prompt(uid=str(number), step=admission.step, payload=self._draws.group(number)))
+        return PromptBatch(step=admission.step, prompts=tuple(prompts), admitted_version=admission.version)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         """Not implemented: a simulation always starts at step 1."""

@@ -494,8 +494,8 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     # PipelineTrainer: work.
 
-    async def draw_prompts(self, ticket: Admission) -> PromptBatch:
-        return await self.generation.draw(ticket)
+    async def draw_prompts(self, admission: Admission) -> PromptBatch:
+        return await self.generation.draw(admission)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         """Return the prompts, with the partial responses of the earlier process in their payload."""

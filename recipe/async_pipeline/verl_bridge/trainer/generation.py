@@ -79,12 +79,14 @@ class Generation:
         finally:
             self._allowed.set()
 
-    async def draw(self, ticket: Admission) -> PromptBatch:
-        """Return the next prompts of the dataset; the ticket has their number."""
-        while self._prompts.lacks(ticket.prompts):
+    async def draw(self, admission: Admission) -> PromptBatch:
+        """Return the next prompts of the dataset; the admission has their number."""
+        while self._prompts.lacks(admission.prompts):
             self._prompts.add(await self._calls(self._prompts.draw))
         return PromptBatch(
-            step=ticket.step, prompts=self._prompts.deal(ticket.prompts), admitted_version=ticket.version
+            step=admission.step,
+            prompts=self._prompts.deal(admission.prompts),
+            admitted_version=admission.version,
         )
 
     async def generate(self, prompt: Prompt, recall: Recall) -> Group | None:
