@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from ...core.token_spans import spans_of
 from ...errors import RolloutError
 from ...observe.agent_output import FailedAttempt
 from .episode_attempts import Attempt
+from .partial_rollouts import Transcript
 from .redundancy import Begun, Redundant
 from .version_spans import TURNS
 
@@ -68,6 +71,27 @@ class Answered(NamedTuple):
     """What the gateway added to each request of its episodes."""
     failed: Sequence[FailedAttempt] = ()
     """Attempts that failed, with what the agent wrote."""
+
+
+def _future() -> asyncio.Future[Answered]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(eq=False)
+class GroupInProgress:
+    """A prompt whose responses this process generates."""
+
+    answered: asyncio.Future[Answered] = field(default_factory=_future)
+    """What the trainer's call waits for."""
+    finished: list[ResponseSample] = field(default_factory=list)
+    transcripts: list[Transcript] = field(default_factory=list)
+    """One for each response; empty in runs that neither make checkpoints nor resume from one."""
+    task: asyncio.Task[Any] | None = None
+    """Generates the responses; None before it begins, and after its end."""
+    is_given_up: bool = False
+    """It was given up before its task began."""
+    is_stored: bool = False
+    """It is on its way into the sample store, and no longer given up."""
 
 
 def trajectory_of(

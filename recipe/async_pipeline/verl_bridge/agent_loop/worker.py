@@ -32,7 +32,16 @@ from . import (
     environment_loop,
     stored_sessions,
 )
-from .answers import Answered, ResponseSample, counted, details_of, divided, slowest_turns, trajectory_of
+from .answers import (
+    Answered,
+    GroupInProgress,
+    ResponseSample,
+    counted,
+    details_of,
+    divided,
+    slowest_turns,
+    trajectory_of,
+)
 from .episode_attempts import Episodes, current_attempt
 from .partial_rollouts import (
     COLUMN,
@@ -89,15 +98,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._saves = self.config.trainer.save_freq > 0
         self._sampling = sampling_of(self.config.actor_rollout_ref.rollout)
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
-        self._groups: dict[str, asyncio.Future[Answered]] = {}
-        self._finished: dict[str, list[ResponseSample]] = {}
-        self._answering: dict[str, asyncio.Task[Any]] = {}
-        self._given_up: set[str] = set()
-        """Groups that were given up before their first response began."""
-        self._storing: set[str] = set()
-        """Complete groups on their way into the sample store, which are no longer given up."""
-        self._transcripts: dict[str, list[Transcript]] = {}
-        """Transcripts of the prompts in generation, response by response."""
+        self._groups: dict[str, GroupInProgress] = {}
+        """By uid, in training; validation runs as in verl."""
         self._validated = OpenPrompts()
         self._direct = DirectCalls(run_group=self.run_group)
         freeze_present_objects()
@@ -122,8 +124,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self.serve_control_calls()
         ADMITTED.set(admitted)
         uid = str(prompt["uid"])
-        self._groups[uid] = asyncio.get_running_loop().create_future()
-        self._finished[uid] = []
+        group = self._groups[uid] = GroupInProgress()
         # As verl's `generate_sequences` does for a batch of prompts, whose columns take longer to separate
         # than all of this.
         row = {"agent_name": self.rollout_config.agent.default_agent_loop, **prompt}
@@ -134,29 +135,24 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
         try:
-            return await asyncio.shield(self._groups[uid])
+            return await asyncio.shield(group.answered)
         except asyncio.CancelledError:
             # The caller is gone.
             task.cancel()
             raise
         finally:
-            del self._groups[uid], self._finished[uid]
-            self._given_up.discard(uid)
+            del self._groups[uid]
 
     @control(CONTROL)
     async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
         """Return what was generated so far for all prompts in generation; see `partial_rollouts`."""
-        open_ = [
-            one
-            for written in self._transcripts.values()
-            for transcript in written
-            for one in transcript.open.values()
-        ]
+
+        def written() -> dict[str, list[Transcript]]:
+            return {uid: group.transcripts for uid, group in self._groups.items() if group.transcripts}
+
+        open_ = [one for of_group in written().values() for each in of_group for one in each.open.values()]
         found = await written_so_far(open_)
-        return {
-            uid: [transcript.with_open(found) for transcript in written]
-            for uid, written in self._transcripts.items()
-        }
+        return {uid: [each.with_open(found) for each in of_group] for uid, of_group in written().items()}
 
     @control(GIVE_UP)
     async def give_up(self, uid: str) -> None:
@@ -166,14 +162,16 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         `run_group` tells whether the group was stored: a group whose storing has begun is stored and
         returned whole; otherwise nothing of it is in the sample store.
         """
-        task = self._answering.get(uid)
-        if task is None and uid in self._groups:
-            self._given_up.add(uid)
-        if task is not None:
-            if uid not in self._storing:
-                task.cancel()
-            # A task that does not end by then is abandoned, and so is its caller.
-            await asyncio.wait([task], timeout=GIVE_UP_S)
+        group = self._groups.get(uid)
+        if group is None:
+            return
+        if group.task is None:
+            group.is_given_up = True
+            return
+        if not group.is_stored:
+            group.task.cancel()
+        # A task that does not end by then is abandoned, and so is its caller.
+        await asyncio.wait([group.task], timeout=GIVE_UP_S)
 
     @control(CONTROL)
     async def close(self) -> None:
@@ -188,32 +186,33 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         trajectory: dict[str, Any],
         trace: bool = False,
     ) -> None:
-        waiting = self._groups.get(prompt["uid"])
-        if waiting is None:  # validation runs as in verl
+        group = self._groups.get(prompt["uid"])
+        if group is None:  # validation runs as in verl
             with self._validated.answering(prompt["uid"]):
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
-        uid = prompt["uid"]
-        if uid in self._given_up:
-            waiting.set_result(Answered([], [], []))
+        if group.is_given_up:
+            group.answered.set_result(Answered([], [], []))
             return
-        task = asyncio.current_task()
-        assert task is not None
-        self._answering[uid] = task
+        group.task = asyncio.current_task()
         try:
-            waiting.set_result(await self._answer(prompt, sampling_params, trajectory, trace))
+            group.answered.set_result(await self._answer(group, prompt, sampling_params, trajectory, trace))
         except asyncio.CancelledError:
-            waiting.set_result(Answered([], [], []))
+            group.answered.set_result(Answered([], [], []))
         except Exception as error:  # noqa: BLE001 - handed to the caller as it is
-            waiting.set_exception(error)
+            group.answered.set_exception(error)
         finally:
-            del self._answering[uid]
-            self._transcripts.pop(uid, None)
+            group.task, group.transcripts = None, []
 
     async def _answer(
-        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool
+        self,
+        group: GroupInProgress,
+        prompt: dict[str, Any],
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        trace: bool,
     ) -> Answered:
-        uid = prompt["uid"]
+        """Generate the responses of a group, and store them if it is to be trained."""
         n = prompt.pop("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
@@ -221,7 +220,10 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         begun = n + self._redundancy
         flaws: list[list[Flaw]] = [[] for _ in range(begun)]
         episodes = [Begun() for _ in range(begun)]
-        transcripts = self._begin_transcripts(uid, begun, prompt.pop(COLUMN, ()))
+        before: Sequence[Sequence[RecordedRequest]] = prompt.pop(COLUMN, ())
+        if self._saves or before:
+            group.transcripts = [Transcript(before[i] if i < len(before) else ()) for i in range(begun)]
+        transcripts: Sequence[Transcript | None] = group.transcripts or [None] * begun
         sessions = [
             asyncio.create_task(
                 self._session(
@@ -237,25 +239,22 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             )
             for i in range(begun)
         ]
-        chosen = await self._settled(uid, sessions, n, lambda i: self._checks.usable(flaws[i]))
-        group, redundant = self._finished[uid], list[Redundant]()
+        chosen = await self._settled(prompt["uid"], sessions, n, lambda i: self._checks.usable(flaws[i]))
+        samples, redundant = group.finished, list[Redundant]()
         if len(chosen) < begun:
-            group, redundant = divided(group, chosen, episodes)
+            samples, redundant = divided(samples, chosen, episodes)
             flaws = [flaws[i] for i in chosen]
-        found = flaws_together(n, flaws, [one.fields for one in group])
+        found = flaws_together(n, flaws, [one.fields for one in samples])
         if self._checks.usable(found):
-            self._storing.add(uid)
-            try:
-                await self._store_group(group)
-            finally:
-                self._storing.discard(uid)
-        details = [details_of(one) for one in group]
-        trajectories = [one.trajectory for one in group]
-        counts = counted(group, (one.replayed for one in transcripts if one is not None))
-        took_ms = [took for one in group for took in one.took_ms]
+            group.is_stored = True
+            await self._store_group(samples)
+        details = [details_of(one) for one in samples]
+        trajectories = [one.trajectory for one in samples]
+        counts = counted(samples, (one.replayed for one in transcripts if one is not None))
+        took_ms = [took for one in samples for took in one.took_ms]
         failed = [attempt for one in episodes for attempt in one.failed]
         return Answered(
-            trajectories, details, found, redundant, slowest_turns(group), counts, took_ms, failed
+            trajectories, details, found, redundant, slowest_turns(samples), counts, took_ms, failed
         )
 
     async def _settled(
@@ -302,15 +301,6 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         last.reward_score = result["reward_score"]
         last.extra_fields["reward_extra_info"] = result["reward_extra_info"]
         last.metrics.compute_score = time.perf_counter() - begun
-
-    def _begin_transcripts(
-        self, uid: str, n: int, before: Sequence[Sequence[RecordedRequest]]
-    ) -> list[Transcript] | list[None]:
-        """Return a transcript for each response. Only runs that make or resume from checkpoints need them."""
-        if not self._saves and not before:
-            return [None] * n
-        made = self._transcripts[uid] = [Transcript(before[i] if i < len(before) else ()) for i in range(n)]
-        return made
 
     async def _session(
         self, flaws: list[Flaw], transcript: Transcript | None, episode: Begun, *args: Any, **kwargs: Any
@@ -369,14 +359,14 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         each session.
         """
         diffusion_loop.add_columns(fields)
-        group, attempt = self._finished.get(fields[0]["uid"]), current_attempt()
+        group, attempt = self._groups.get(fields[0]["uid"]), current_attempt()
         if group is None and attempt is not None:
             raise RolloutError(f"group {fields[0]['uid']} was given up before {keys[0]} was finished")
         if group is None:
             await stored_sessions.put(keys, fields, tags, partition_id)
         else:
             assert attempt is not None, "training repeats episodes"
-            group += [
+            group.finished += [
                 ResponseSample(
                     trajectory_of(key, values, tag, attempt, _WAITS.get()),
                     values,
@@ -386,7 +376,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 )
                 for key, values, tag in zip(keys, fields, tags, strict=True)
             ]
-            group[-1] = group[-1]._replace(counts=attempt.counts, took_ms=attempt.took_ms)
+            last = group.finished.pop()
+            group.finished.append(last._replace(counts=attempt.counts, took_ms=attempt.took_ms))
 
     async def _store_group(self, group: list[ResponseSample]) -> None:
         await stored_sessions.put_group(group, as_rows=self._stores_rows)
