@@ -62,6 +62,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "weight_sync/map_check.py": "weight_sync/test_engine_adapter.py",
     "weight_sync/recording_adapter.py": "weight_sync/test_engine_adapter.py",
     "weight_sync/ranks.py": "weight_sync/test_arena.py",
+    "verl_bridge/agent_loop/episode.py": "verl_bridge/agent_loop/test_episode_attempts.py",
     "verl_bridge/plugin_state.py": "verl_bridge/test_plugin.py",
     "verl_bridge/reward/responses.py": "verl_bridge/reward/test_worker.py",
     # Has one of verl's managers make such actors as are tested there.
@@ -496,6 +497,17 @@ def test_a_type_name_stands_for_one_thing() -> None:
     twice = {name: modules for name, modules in defined.items() if len(modules) > 1}
     assert {name: twice[name] for name in twice.keys() - TWO_THINGS.keys()} == {}
     assert TWO_THINGS.keys() <= twice.keys(), "drop its line"
+
+
+def test_what_crosses_verls_loops_is_in_one_record() -> None:
+    folders = ("verl_bridge/agent_loop/", "verl_bridge/rollout/")
+    having = [
+        module
+        for module in below(*folders)
+        for node in nodes_of(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ContextVar"
+    ]
+    assert having == ["verl_bridge/agent_loop/episode.py"], "add a field to Episode"
 
 
 def test_nothing_prints() -> None:

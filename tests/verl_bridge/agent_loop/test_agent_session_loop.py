@@ -28,21 +28,17 @@ from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
 from recipe.async_pipeline.gateway.client import Client, claimed
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import (
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import (
     END,
     NOTED,
     TOOK_MS,
     WHY,
-    Episodes,
     current_attempt,
-)
-from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
-    ROW_SPANS,
-    ROW_TURNS,
     kept_turns,
-    merged,
     take_turn,
 )
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ROW_SPANS, ROW_TURNS, merged
 from tests.conftest import Load
 from tests.fakes.environments import COUNTING, Counting
 

@@ -11,11 +11,11 @@ from recipe.async_pipeline.core.items import Trajectory
 from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RolloutError
 from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, counted, trajectory_of
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Attempt, Episodes
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import Attempt, EpisodeLimits
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import TURNS
 
 TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
-ATTEMPT = Attempt(2, Episodes(EpisodeRules.of(2, EndPolicies())))
+ATTEMPT = Attempt(2, EpisodeLimits(EpisodeRules.of(2, EndPolicies())))
 ATTEMPT.end = "turns"
 
 

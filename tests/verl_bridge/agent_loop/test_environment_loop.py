@@ -16,7 +16,7 @@ from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
 from recipe.async_pipeline.agents.environment import EnvironmentSpec
 from recipe.async_pipeline.errors import ConfigError, EnvironmentFailed
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import END, WHY
 from tests.conftest import Load
 from tests.fakes.environments import COUNTING
 

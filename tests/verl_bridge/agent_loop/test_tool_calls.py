@@ -16,7 +16,8 @@ from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.bad_data import Flaw
 from recipe.async_pipeline.errors import RolloutError, WaitTimeout
 from recipe.async_pipeline.verl_bridge import replaced
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes, current_attempt
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import current_attempt
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recipe.async_pipeline.core.token_spans import spans_of
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import kept_turns, take_turn, taken_turns
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
     COSTS,
     ROW_SPANS,
@@ -18,10 +19,7 @@ from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
     cost_columns,
     costs_of,
     fields_of,
-    kept_turns,
     merged,
-    take_turn,
-    taken_turns,
     waits_of,
 )
 

@@ -369,13 +369,11 @@ def test_the_counts_of_an_episode_are_kept_once(
     agent_loop: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = SimpleNamespace(counts={"params_overridden": 2}, took_ms=[1.5], end="done", number=1)
-    monkeypatch.setattr(agent_loop, "current_attempt", lambda: attempt)
 
     async def story() -> list[Any]:
         worker = worker_of(agent_loop, asyncio.Event())
         begin(worker, agent_loop)
-        agent_loop._COST.set({})
-        agent_loop._WAITS.set((0.25, 0.5))
+        agent_loop.change_episode(cost={}, waits=(0.25, 0.5), attempt=attempt)
         rows = [{"uid": "a", "session_id": 0, "extra_fields": {}} for _ in range(2)]
         await worker._store_trajectories(["a_0_0", "a_0_1"], rows, [TAG, TAG], "train")
         return [(one.counts, one.took_ms, one.trajectory.env_s) for one in worker._groups["a"].finished]

@@ -16,9 +16,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import VersionNotServed
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import episode_with, kept_turns
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
-from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import kept_turns
-from recipe.async_pipeline.verl_bridge.rollout.router import ADMITTED, Router
+from recipe.async_pipeline.verl_bridge.rollout.router import Router
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -618,11 +618,8 @@ def test_a_replica_that_refuses_because_it_is_behind_is_avoided_and_is_not_dead(
         return made
 
     balancer._handle = with_log  # type: ignore[method-assign]
-    token = ADMITTED.set(4)
-    try:
+    with episode_with(admitted=4):
         assert generate(module, balancer).token_ids == [1]
-    finally:
-        ADMITTED.reset(token)
     assert balancer.requested == ["behind", "current"]
     assert {one["admitted"] for one in asked} == {4}
     assert ("behind" in balancer.servers) == balancer.by_default, "the client does not remove it for others"

@@ -38,7 +38,7 @@ from ...gateway.sessions import RECALLED, Session, SessionLimits
 from ..reward.default_function import can_score
 from ..run_config import knobs_of
 from .environment_loop import RewardedTurns, plain, seed_of
-from .episode_attempts import END, NOTED, TOOK_MS, WHY, current_attempt
+from .episode import END, NOTED, TOOK_MS, WHY, current_attempt
 from .external_runner import AddressFile, ExternalRunner
 from .row_place import place_of
 from .session_policy import SessionPolicy

@@ -16,7 +16,7 @@ from ...core.items import Trajectory
 from ...core.token_spans import spans_of
 from ...errors import RolloutError
 from ...observe.agent_output import FailedAttempt
-from .episode_attempts import Attempt
+from .episode import Attempt
 from .partial_rollouts import Transcript
 from .redundancy import Begun, Redundant
 from .version_spans import TURNS

@@ -32,7 +32,7 @@ from ...agents.episodes import DONE
 from ...errors import ConfigError, EnvironmentFailed
 from ...gateway.conversation import Message
 from ..run_config import knobs_of
-from .episode_attempts import END, NOTED, WHY, current_attempt
+from .episode import END, NOTED, WHY, current_attempt
 from .model_tokens import tokens_of, turn_ends
 from .row_place import place_of
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray.exceptions import RayTaskError
@@ -15,9 +14,8 @@ from ...errors import BadDataError, RewardError
 from ...redaction import without_secrets
 from ..ray_calls import cause_of
 from ..reward.manager import UNSCORED
+from .episode import current_episode, episode_with
 from .version_spans import ResponseTurn, writer_of
-
-_flaws: ContextVar[list[Flaw] | None] = ContextVar("flaws of the response of this task", default=None)
 
 
 class LongPrompt(BadDataError):
@@ -29,13 +27,8 @@ def found_flaws(into: list[Flaw]) -> Iterator[None]:
     """Collect the flaws that are noted inside, by this task and its child tasks. For training, not for
     validation.
     """
-    token = _flaws.set(into)
-    try:
+    with episode_with(flaws=into), suppress(LongPrompt):
         yield
-    except LongPrompt:
-        pass
-    finally:
-        _flaws.reset(token)
 
 
 CutPrompt = Callable[[Any, list[int]], list[int]]
@@ -55,7 +48,7 @@ class Checks:
         """
 
         def refuse_or_cut(loop: Any, prompt_ids: list[int]) -> list[int]:
-            flaws = _flaws.get()
+            flaws = current_episode().flaws
             if flaws is not None and len(prompt_ids) > self._prompt_limit:
                 flaws.append(long_prompt(len(prompt_ids), self._prompt_limit))
                 if not self.usable(flaws):
@@ -73,7 +66,7 @@ class Checks:
 
         In validation every response passes. `output`: verl's AgentLoopOutput.
         """
-        flaws = _flaws.get()
+        flaws = current_episode().flaws
         if flaws is None:
             return True
         found = flaws_of(

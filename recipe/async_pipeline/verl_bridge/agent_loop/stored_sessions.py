@@ -7,9 +7,8 @@ that are replaced in its module (`replaced.py`), for the sessions of `stored_by`
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import transfer_queue
@@ -18,22 +17,16 @@ from verl.utils import tensordict_utils
 from ..sample_columns import SampleColumns
 from ..sample_grouping import joinable
 from .answers import ResponseSample
+from .episode import Store, current_episode, episode_with
 
 FieldRows = list[dict[str, Any]]
-Store = Callable[[list[str], FieldRows, list[dict[str, Any]], str], Awaitable[None]]
-"""Keys, fields and tags of trajectories, and their partition."""
-
-_STORE: ContextVar[Store | None] = ContextVar("who stores the session of this task", default=None)
 
 
 @contextmanager
 def stored_by(store: Store) -> Iterator[None]:
     """Within, in this task, verl hands the trajectories of a session to `store`."""
-    token = _STORE.set(store)
-    try:
+    with episode_with(store=store):
         yield
-    finally:
-        _STORE.reset(token)
 
 
 async def put(keys: list[str], fields: FieldRows, tags: list[dict[str, Any]], partition_id: str) -> None:
@@ -64,7 +57,7 @@ class SessionStore:
 
     async def async_kv_batch_put(self, *, keys: Any, fields: Any, tags: Any, partition_id: str) -> None:
         """Store a session. `fields` are rows if another stores it, else columns; see `columns_of`."""
-        store = _STORE.get()
+        store = current_episode().store
         if store is not None:
             await store(keys, fields, tags, partition_id)
         else:
@@ -78,4 +71,4 @@ STORE = SessionStore()
 
 def columns_of(rows: FieldRows) -> Any:
     """Return the rows if another stores them, else verl's columns."""
-    return rows if _STORE.get() is not None else tensordict_utils.list_of_dict_to_tensordict(rows)
+    return rows if current_episode().store is not None else tensordict_utils.list_of_dict_to_tensordict(rows)

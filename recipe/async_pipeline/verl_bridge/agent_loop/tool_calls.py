@@ -14,7 +14,7 @@ from typing import Any
 from ...core.deadline import within
 from ...core.threads import in_new_thread
 from ...errors import RolloutError
-from .episode_attempts import current_attempt
+from .episode import current_attempt
 
 CallTool = Callable[..., Awaitable[Any]]
 

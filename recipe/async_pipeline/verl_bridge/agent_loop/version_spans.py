@@ -7,9 +7,7 @@ the first turn's versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...core.token_spans import TokenSpan, spans_of
@@ -39,39 +37,6 @@ class ResponseTurn(NamedTuple):
     """Seconds from the request to its output."""
     began: float = 0.0
     """When it was requested, by `time.perf_counter`."""
-
-
-_turns: ContextVar[list[ResponseTurn] | None] = ContextVar("turns of the response of this task", default=None)
-
-
-@contextmanager
-def kept_turns() -> Iterator[list[ResponseTurn]]:
-    """Collect the turns that are taken inside, by this task and its child tasks."""
-    turns: list[ResponseTurn] = []
-    token = _turns.set(turns)
-    try:
-        yield turns
-    finally:
-        _turns.reset(token)
-
-
-def taken_turns() -> list[ResponseTurn]:
-    """Return the turns so far; empty outside of `kept_turns`."""
-    return list(_turns.get() or ())
-
-
-def take_turn(
-    prompt_tokens: int,
-    spans: Sequence[Sequence[int]] | None,
-    replica: str = "",
-    tokens: int = 0,
-    seconds: float = 0.0,
-    began: float = 0.0,
-) -> None:
-    """Record the output of a request. An output without versions is not recorded."""
-    turns = _turns.get()
-    if turns is not None and spans:
-        turns.append(ResponseTurn(prompt_tokens, spans_of(spans), replica, tokens, seconds, began))
 
 
 def writer_of(turns: Sequence[ResponseTurn], prompt_tokens: int, position: int) -> str:

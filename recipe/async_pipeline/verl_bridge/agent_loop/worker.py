@@ -8,7 +8,6 @@ import copy
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from ray.exceptions import RayTaskError
@@ -23,7 +22,6 @@ from ..direct_calls import Address, DirectCalls
 from ..garbage import freeze_present_objects
 from ..reward.responses import Response
 from ..reward.worker import PlainCaller
-from ..rollout.router import ADMITTED
 from ..run_config import knobs_of
 from ..sample_store import count_cores_once
 from . import (
@@ -42,7 +40,8 @@ from .answers import (
     slowest_turns,
     trajectory_of,
 )
-from .episode_attempts import Episodes, current_attempt
+from .episode import change_episode, current_attempt, current_episode, episode_with, kept_turns, taken_turns
+from .episode_attempts import Episodes
 from .partial_rollouts import (
     COLUMN,
     RecordedRequest,
@@ -54,16 +53,10 @@ from .partial_rollouts import (
 from .redundancy import Begun, Redundant, first_sound
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
 from .validation import OpenPrompts
-from .version_spans import add_fields, costs_of, kept_turns, taken_turns, times_of, waits_of
+from .version_spans import add_fields, costs_of, times_of, waits_of
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
-_VALIDATING: ContextVar[bool] = ContextVar("validating", default=False)
-"""Whether this task validates; verl's scoring does not pass that on."""
-_BEGUN: ContextVar[float] = ContextVar("when the response of this task began")
-_TIMES: ContextVar[Sequence[Sequence[float]]] = ContextVar("when the turns of this response were", default=())
-_WAITS: ContextVar[tuple[float, float] | None] = ContextVar("what this response waited for", default=None)
-_COST: ContextVar[dict[str, float]] = ContextVar("what the response has cost so far")
 GIVE_UP_S = 10.0
 """Seconds that a worker gets to end the responses of a group."""
 
@@ -122,7 +115,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         repeated; see `episode_attempts`.
         """
         self.serve_control_calls()
-        ADMITTED.set(admitted)
+        change_episode(admitted=admitted)
         uid = str(prompt["uid"])
         group = self._groups[uid] = GroupInProgress()
         # As verl's `generate_sequences` does for a batch of prompts, whose columns take longer to separate
@@ -281,7 +274,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
 
         A response without a score gets the default or ends the run, as `reward.failure` says.
         """
-        if not self._scores_at_once and not _VALIDATING.get():
+        if not self._scores_at_once and not current_episode().validates:
             return
         why = ""
         try:
@@ -317,8 +310,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 flaws.clear()
                 if transcript is not None:
                     transcript.forget()
-            _BEGUN.set(time.perf_counter())
-            _COST.set({})
+            change_episode(began=time.perf_counter(), cost={})
             with kept_turns() as episode.turns, found_flaws(flaws):
                 await worker._run_agent_loop(*args, **kwargs)
 
@@ -336,19 +328,17 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         names = [f"{kwargs['uid']}_{kwargs['session_id']}_{i}" for i in range(len(outputs))]
         if not all([self._checks.passes(name, one, turns) for name, one in zip(names, outputs, strict=True)]):
             return
-        ended, cost = time.perf_counter(), _COST.get(None)
+        ended, episode = time.perf_counter(), current_episode()
+        cost = episode.cost
         if cost is not None:
-            cost.update(costs_of(turns, ended - _BEGUN.get()))
-            _TIMES.set(times_of(turns, _BEGUN.get()))
+            cost.update(costs_of(turns, ended - episode.began))
+            change_episode(times=times_of(turns, episode.began))
             if attempt is not None and turns:
-                _WAITS.set(waits_of(turns, _BEGUN.get(), ended, attempt.waited_s))
-        token = _VALIDATING.set(validate)
-        diffusion_loop.take_columns(outputs)
-        try:
+                change_episode(waits=waits_of(turns, episode.began, ended, attempt.waited_s))
+        with episode_with(validates=validate):
+            diffusion_loop.take_columns(outputs)
             with stored_sessions.stored_by(self._store_trajectories):
                 await super()._agent_loop_postprocess(output, validate, **kwargs)
-        finally:
-            _VALIDATING.reset(token)
         if cost is not None:
             cost["score_s"] = time.perf_counter() - ended
 
@@ -359,7 +349,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         each session.
         """
         diffusion_loop.add_columns(fields)
-        group, attempt = self._groups.get(fields[0]["uid"]), current_attempt()
+        group, episode = self._groups.get(fields[0]["uid"]), current_episode()
+        attempt = episode.attempt
         if group is None and attempt is not None:
             raise RolloutError(f"group {fields[0]['uid']} was given up before {keys[0]} was finished")
         if group is None:
@@ -368,11 +359,11 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             assert attempt is not None, "training repeats episodes"
             group.finished += [
                 ResponseSample(
-                    trajectory_of(key, values, tag, attempt, _WAITS.get()),
+                    trajectory_of(key, values, tag, attempt, episode.waits),
                     values,
                     partition_id,
-                    _COST.get(),
-                    _TIMES.get(),
+                    episode.cost or {},
+                    episode.times,
                 )
                 for key, values, tag in zip(keys, fields, tags, strict=True)
             ]

@@ -15,13 +15,10 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 from cachetools import LRUCache
 
-ADMITTED: ContextVar[int | None] = ContextVar("version with which the group of this task began", default=None)
-"""A replica that serves an older version refuses the requests of the group; None for validation."""
 REMEMBERED = 10_000
 """Number of requests whose replica is remembered for later turns."""
 NamedReplica = tuple[str, Any]

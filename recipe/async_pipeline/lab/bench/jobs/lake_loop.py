@@ -17,7 +17,7 @@ from ....agents.environment import EnvironmentSpec, Step
 from ....agents.frozen_lake import FrozenLake
 from ....verl_bridge.agent_loop import environment_loop
 from ....verl_bridge.agent_loop.environment_loop import EnvironmentLoop, EnvironmentSetup
-from ....verl_bridge.agent_loop.episode_attempts import END, WHY
+from ....verl_bridge.agent_loop.episode import END, WHY
 from ..spans import of_this_job
 from ..waits import LognormalWait
 from ..workload import EpisodeWorkload
