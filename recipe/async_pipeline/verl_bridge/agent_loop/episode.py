@@ -230,7 +230,7 @@ def current_attempt() -> Attempt | None:
 
 
 def change_episode(**changes: Any) -> None:
-    """Change fields of the episode, for this task and the tasks that it starts from now on."""
+    """Change fields of the episode, for this task and the tasks that it starts afterwards."""
     _EPISODE.set(replace(_EPISODE.get(), **changes))
 
 
