@@ -138,11 +138,13 @@ class PlainEngine:
 
     async def attempt(self, request: Ask, how: AttemptOptions) -> AsyncGenerator[Said, None]:
         await asyncio.sleep(self.send_s)
-        live, said = _Live(), len(how.said)
+        live, said = _Live(), len(how.written)
         self._attempts.add(request.name)
         seed = derived_seed(request.seed, said) if said and request.seed is not None else request.seed
         left = request.max_tokens - said
-        self.sent.append(Sent([*PROMPT, *how.said], how.salt, left, max(0, request.min_tokens - said), seed))
+        self.sent.append(
+            Sent([*PROMPT, *how.written], how.salt, left, max(0, request.min_tokens - said), seed)
+        )
         self._message(lambda: self._live.__setitem__(request.name, (live, left)))
         how.sent()
         try:

@@ -224,7 +224,7 @@ class SelectionMeter:
 
         key = max(new, key=lambda one: abs(compared[one].shift_sd))
         self._reported.add(key)
-        return _in_words(*key, compared[key])
+        return _describe_shift(*key, compared[key])
 
     def _moments(self, fate: ResponseFate, quantity: Quantity) -> Moments:
         return self._before.moments[fate, quantity] + self._recent.moments[fate, quantity]
@@ -238,7 +238,7 @@ class SelectionMeter:
                     yield lost, quantity, found
 
 
-def _in_words(lost: Lost, quantity: Quantity, found: Comparison) -> str:
+def _describe_shift(lost: Lost, quantity: Quantity, found: Comparison) -> str:
     direction = MORE_OR_LESS[quantity][found.shift_sd < 0]
     return (
         f"selection bias: {found.lost.count} of {found.trained.count + found.lost.count} responses were "

@@ -81,7 +81,7 @@ LoadCall = Callable[[], Awaitable[Loaded]]
 class AttemptOptions(NamedTuple):
     """How a request goes to the engine."""
 
-    said: Sequence[int] = ()
+    written: Sequence[int] = ()
     """Tokens of previous attempts, which follow the prompt and count as generated."""
     salt: str | None = None
     """Requests with different salts share no keys and values."""

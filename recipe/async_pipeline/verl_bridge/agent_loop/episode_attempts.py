@@ -59,7 +59,7 @@ class Episodes:
             if attempt.action in ("train", "score"):
                 return []
 
-            reason = _in_words(attempt.why)
+            reason = _one_line(attempt.why)
             # Also without output: the reason, such as what an external runner reports, is in no other file.
             output = "" if attempt.log is None else without_secrets(attempt.log.text())
             failed(FailedAttempt(name, number, attempt.end, reason, output))
@@ -87,5 +87,5 @@ class Episodes:
                     logger.warning("an agent loop failed", exc_info=error)
 
 
-def _in_words(text: str) -> str:
+def _one_line(text: str) -> str:
     return without_secrets(" ".join(text.split()))[:REASON_CHARACTERS]

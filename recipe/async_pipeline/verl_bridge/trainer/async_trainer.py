@@ -499,7 +499,7 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         """Return the prompts, with the partial responses of the earlier process in their payload."""
-        return self.prompts.found(uids)
+        return self.prompts.find(uids)
 
     async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
         return await self.generation.generate(prompt, recall)

@@ -157,7 +157,7 @@ class PromptSource:
         self._undealt = deque(prompts[uid] for uid in state.undealt)
         self._found = {uid: with_resumed(prompts[uid], responses.get(uid, ())) for uid in state.in_flight}
 
-    def found(self, uids: Sequence[str]) -> list[Prompt]:
+    def find(self, uids: Sequence[str]) -> list[Prompt]:
         """Return prompts that were in flight in the earlier process, by uid."""
         return [self._found[uid] for uid in uids]
 

@@ -209,7 +209,7 @@ def _reason(output: dict[str, Any]) -> str | None:
 
 def _asked(request: Any, how: AttemptOptions, defaults: Mapping[str, Any]) -> Any:
     """Return a copy of the request for the rest of a response."""
-    asked, said = copy.copy(request), len(how.said)
+    asked, said = copy.copy(request), len(how.written)
     asked.extra_key = how.salt
     params = {**defaults, **request.sampling_params}
     # verl's names, which are vLLM's.
@@ -217,7 +217,7 @@ def _asked(request: Any, how: AttemptOptions, defaults: Mapping[str, Any]) -> An
         if theirs in params:
             params[name] = params.pop(theirs)
     if said:
-        asked.input_ids = [*request.input_ids, *how.said]
+        asked.input_ids = [*request.input_ids, *how.written]
         params["max_new_tokens"] -= said
         params["min_new_tokens"] = max(0, params.get("min_new_tokens", 0) - said)
         if params.get("sampling_seed") is not None:

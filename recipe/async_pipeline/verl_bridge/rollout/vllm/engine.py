@@ -158,15 +158,15 @@ def _prompt(prompt: Any, how: AttemptOptions) -> Any:
     if not isinstance(prompt, dict):
         return prompt
     more: dict[str, Any] = {} if how.salt is None else {"cache_salt": how.salt}
-    if how.said:
-        more["prompt_token_ids"] = [*prompt["prompt_token_ids"], *how.said]
+    if how.written:
+        more["prompt_token_ids"] = [*prompt["prompt_token_ids"], *how.written]
     return {**prompt, **more}
 
 
 def _params(params: Any, how: AttemptOptions) -> Any:
     """Return the sampling parameters for the rest of a response."""
     changed = copy.copy(params)
-    if said := len(how.said):
+    if said := len(how.written):
         changed.max_tokens = params.max_tokens - said
         changed.min_tokens = max(0, params.min_tokens - said)
         if params.seed is not None:
