@@ -49,6 +49,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "config/paths.py": "config/test_translation.py",
     "config/foreign_pools.py": "config/test_placement.py",
     "console.py": "cli/test_main.py",
+    "contract/shapes.py": "contract/test_record.py",
     # A row of it, and how it is printed.
     "tools/cli/finding.py": "tools/cli/test_doctor.py",
     # Nothing to call: classes without a body, and a protocol.
@@ -61,6 +62,9 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "weight_sync/map_check.py": "weight_sync/test_engine_adapter.py",
     "weight_sync/recording_adapter.py": "weight_sync/test_engine_adapter.py",
     "weight_sync/ranks.py": "weight_sync/test_arena.py",
+    "verl_bridge/agent_loop/episode.py": "verl_bridge/agent_loop/test_episode_attempts.py",
+    "verl_bridge/plugin_state.py": "verl_bridge/test_plugin.py",
+    "verl_bridge/reward/responses.py": "verl_bridge/reward/test_worker.py",
     # Has one of verl's managers make such actors as are tested there.
     "verl_bridge/reward/worker_manager.py": "verl_bridge/test_restartable_actors.py",
     # What every dialect does, and each of them, through the contract that all have.
@@ -84,10 +88,8 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/rollout/vllm/prefork_imports.py": "verl_bridge/rollout/vllm/test_prefork.py",
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/trainer/async_trainer.py": WHOLE_JOB,
-    "verl_bridge/trainer/composition.py": WHOLE_JOB,
     "verl_bridge/trainer/generation.py": WHOLE_JOB,
     "verl_bridge/trainer/log_probs.py": "e2e/test_pools.py",
-    "verl_bridge/trainer/run_loop.py": WHOLE_JOB,
     "verl_bridge/trainer/startup.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
     "lab/bench/jobs/agent_loop.py": "e2e/test_bench.py",
@@ -331,6 +333,75 @@ def test_storeys_import_downwards_only() -> None:
     assert imported(MODULES, forbidden) == []
 
 
+@cache
+def imported_modules(module: str) -> frozenset[str]:
+    """Return the modules of this package that a module imports, anywhere in it; `__init__.py` as itself."""
+    package = [*OWN_NAME.split("."), *module.split("/")[:-1]]
+    dotted: set[str] = set()
+    for node in nodes_of(module):
+        if isinstance(node, ast.Import):
+            dotted |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(
+                [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
+                if node.level
+                else filter(None, [node.module])
+            )
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            submodules = {name for name in names if file_of(name)}
+            dotted |= submodules | ({base} if names - submodules else set())
+    return frozenset(filter(None, map(file_of, dotted))) - {module}
+
+
+def file_of(dotted: str) -> str | None:
+    """Return the file of one of this package's modules, or None if the name is not of one."""
+    parts = (
+        dotted.removeprefix(OWN_NAME).lstrip(".").replace(".", "/") if dotted.startswith(OWN_NAME) else "?"
+    )
+    files = (f"{parts}.py", f"{parts}/__init__.py".lstrip("/"))
+    return next((file for file in files if file in MODULES), None)
+
+
+def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Return the strongly connected components with more than one node: Tarjan's algorithm."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    open_nodes: list[str] = []
+    components = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        open_nodes.append(node)
+        for other in edges.get(node, ()):
+            if other not in order:
+                visit(other)
+            if other in open_nodes:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == order[node]:
+            start = open_nodes.index(node)
+            component = sorted(open_nodes[start:])
+            del open_nodes[start:]
+            if len(component) > 1:
+                components.append(component)
+
+    for node in edges:
+        if node not in order:
+            visit(node)
+    return components
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions and those for types only count: who reads one file needs the others."""
+    edges = {module: sorted(imported_modules(module)) for module in MODULES}
+    assert edges["core/flow.py"] and edges["__init__.py"]
+    assert circles(edges) == [], "move what both need into a module below them"
+
+
+def test_a_circle_would_be_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": []}) == [["b", "c"]]
+    assert circles({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+
+
 def test_every_folder_has_a_layer_or_is_the_command_line() -> None:
     assert {m.split("/")[0] for m in MODULES if "/" in m} == {*LAYERS, "cli", *UPPER_STOREYS}
 
@@ -381,7 +452,7 @@ def top_names(module: str) -> set[str]:
 
 def test_a_path_to_nothing_would_be_found() -> None:
     assert exists("core.flow") and exists("core") and exists("core.flow.AsyncTrainingFlow")
-    assert not exists("core.flow.Other") and not exists("core.other") and not exists("core.flow.GRAPH.x")
+    assert not exists("core.flow.Other") and not exists("core.other") and not exists("core.graph.GRAPH.x")
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -393,6 +464,50 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 # Habits.
+
+
+TWO_THINGS: Mapping[str, str] = {"Answer": "weight_sync/answer.py is being renamed"}
+"""Names of types that may stand for two things for now."""
+
+
+def types_of(module: str) -> Iterator[str]:
+    """Yield the public classes and the aliases of types that a module defines at its top."""
+    for node in parse(module).body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if not is_type_variable(value):
+                if name != name.upper() or len(name) == 1:
+                    yield name
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+                yield name
+
+
+def is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
+
+
+def test_a_type_name_stands_for_one_thing() -> None:
+    """Who greps a name finds one definition."""
+    defined: dict[str, list[str]] = {}
+    for module in MODULES:
+        for name in types_of(module):
+            if name[0].isupper():
+                defined.setdefault(name, []).append(module)
+    twice = {name: modules for name, modules in defined.items() if len(modules) > 1}
+    assert {name: twice[name] for name in twice.keys() - TWO_THINGS.keys()} == {}
+    assert TWO_THINGS.keys() <= twice.keys(), "drop its line"
+
+
+def test_what_crosses_verls_loops_is_in_one_record() -> None:
+    folders = ("verl_bridge/agent_loop/", "verl_bridge/rollout/")
+    having = [
+        module
+        for module in below(*folders)
+        for node in nodes_of(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ContextVar"
+    ]
+    assert having == ["verl_bridge/agent_loop/episode.py"], "add a field to Episode"
 
 
 def test_nothing_prints() -> None:

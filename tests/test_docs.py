@@ -180,7 +180,7 @@ def test_a_missing_file_or_name_would_be_found() -> None:
     assert missing_files("`core/flow.py:AsyncTrainingFlow.walk`") == ["core/flow.py:AsyncTrainingFlow.walk"]
     assert missing_files("see `core/nothing.py`") == ["core/nothing.py"]
     assert (
-        missing_modules("recipe.async_pipeline.core.flow.GRAPH recipe.async_pipeline.PipelineTrainer") == []
+        missing_modules("recipe.async_pipeline.core.graph.GRAPH recipe.async_pipeline.PipelineTrainer") == []
     )
     assert missing_modules("recipe.async_pipeline.core.nothing") == ["recipe.async_pipeline.core.nothing"]
 

@@ -10,7 +10,7 @@ import itertools
 import pytest
 
 from recipe.async_pipeline import signatures
-from recipe.async_pipeline.signatures import Call, Signature
+from recipe.async_pipeline.signatures import CallShape, Signature
 
 PARAMETERS = (
     "self",
@@ -26,7 +26,7 @@ PARAMETERS = (
 
 def signature_of(parameters: str, prefix: str = "") -> Signature:
     node = ast.parse(f"{prefix}def f({parameters}): ...").body[0]
-    assert isinstance(node, signatures.Function)
+    assert isinstance(node, signatures.FunctionNode)
     return signatures.of_function(node)
 
 
@@ -38,7 +38,7 @@ def test_a_call_fits_exactly_if_python_can_bind_it(parameters: str) -> None:
     for positional in range(4):
         for size in range(4):
             for names in itertools.combinations(("a", "b", "c", "other"), size):
-                call = Call(positional=positional, names=names, open=False)
+                call = CallShape(positional=positional, names=names, open=False)
                 try:
                     bound.bind(*range(positional), **dict.fromkeys(names))
                     fits = True
@@ -49,7 +49,7 @@ def test_a_call_fits_exactly_if_python_can_bind_it(parameters: str) -> None:
 
 def test_a_call_with_stars_is_refused_only_for_what_it_names() -> None:
     star = signatures.of_call(ast.parse("f(1, *rest, **more)", mode="eval").body)  # type: ignore[arg-type]
-    assert star == Call(positional=1, names=(), open=True)
+    assert star == CallShape(positional=1, names=(), open=True)
     assert signature_of("a, b, *, c").refuses(star) is None
     assert signature_of("").refuses(star) == "passes 1 arguments by position, 0 are taken"
 

@@ -7,11 +7,11 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CallShape:
     """The shape of the arguments of a call."""
 
     positional: int
@@ -48,7 +48,7 @@ class Signature:
             is_async=self.is_async,
         )
 
-    def refuses(self, call: Call) -> str | None:
+    def refuses(self, call: CallShape) -> str | None:
         """Return why the call does not fit, or None if it fits or cannot be judged."""
         if call.positional > len(self.positional) and not self.more_positional:
             return f"passes {call.positional} arguments by position, {len(self.positional)} are taken"
@@ -69,7 +69,7 @@ class Signature:
         return f"does not pass {', '.join(missing)}" if missing else None
 
 
-def of_function(node: Function) -> Signature:
+def of_function(node: FunctionNode) -> Signature:
     """Read the signature of a function."""
     a = node.args
     pairs = zip(a.kwonlyargs, a.kw_defaults, strict=True)
@@ -84,9 +84,9 @@ def of_function(node: Function) -> Signature:
     )
 
 
-def of_call(node: ast.Call) -> Call:
+def of_call(node: ast.Call) -> CallShape:
     """Read the arguments of a call."""
-    return Call(
+    return CallShape(
         positional=sum(not isinstance(arg, ast.Starred) for arg in node.args),
         names=tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None),
         open=any(isinstance(arg, ast.Starred) for arg in node.args)
@@ -94,9 +94,9 @@ def of_call(node: ast.Call) -> Call:
     )
 
 
-def positional_call(arguments: int, more: bool = False) -> Call:
+def positional_call(arguments: int, more: bool = False) -> CallShape:
     """Return a call with so many arguments by position, and perhaps others by name."""
-    return Call(positional=arguments, names=(), open=more)
+    return CallShape(positional=arguments, names=(), open=more)
 
 
 def as_text(signature: Signature) -> str:
@@ -120,7 +120,7 @@ def from_text(text: str) -> Signature | None:
         return None
     prefix = "async " if "async def (" in text else ""
     parsed = ast.parse(f"{prefix}def f({rest}: ...").body[0]
-    assert isinstance(parsed, Function)
+    assert isinstance(parsed, FunctionNode)
     return of_function(parsed)
 
 
@@ -135,7 +135,7 @@ def override_conflict(own: Signature, base: Signature, caller: str = "verl") -> 
     for positional in dict.fromkeys((least, most)):
         full = positional == most
         names = base.keywords if full else base.required
-        why = own.refuses(Call(positional=positional, names=tuple(names), open=False))
+        why = own.refuses(CallShape(positional=positional, names=tuple(names), open=False))
         if why is not None:
             return f"{caller} {why}"
     return _renamed(own, base.positional[1:], caller)

@@ -47,7 +47,7 @@ def test_a_command_has_its_folder_and_only_its_environment(tmp_path: Path) -> No
     assert finished.stdout.startswith(f"{tmp_path} ") and "'NAME'" in finished.stdout
     assert "HOME" not in finished.stdout
     assert (finished.status, finished.stderr) == (3, "e\n")
-    assert finished.in_words() == "exit status 3: e"
+    assert finished.describe() == "exit status 3: e"
 
 
 def test_what_is_passed_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +95,12 @@ def test_a_last_line_that_is_no_object(text: str) -> None:
 
 def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
     finished = asyncio.run(run_command([str(tmp_path / "none")], tmp_path, {}))
-    assert finished.status == 127 and "No such file" in finished.in_words()
+    assert finished.status == 127 and "No such file" in finished.describe()
 
 
 def test_a_command_that_is_killed(tmp_path: Path) -> None:
     finished = run("import os; os.kill(os.getpid(), 9)", tmp_path)
-    assert finished.in_words() == "killed by SIGKILL"
+    assert finished.describe() == "killed by SIGKILL"
 
 
 LEAVES_A_CHILD = (
@@ -169,7 +169,7 @@ def test_orphans_that_end_are_reaped_while_the_command_runs(tmp_path: Path) -> N
     left = LeftBehind()
     command = [sys.executable, "-I", "-c", code]
     finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
-    assert (finished.status, left.newly()) == (0, 0), finished.in_words()
+    assert (finished.status, left.newly()) == (0, 0), finished.describe()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.agents import env_hosts
-from recipe.async_pipeline.agents.env_hosts import HOSTS, Host, ProcessHost, ThreadHost
+from recipe.async_pipeline.agents.env_hosts import HOSTS, EnvironmentHost, ProcessHost, ThreadHost
 from recipe.async_pipeline.agents.environment import EnvironmentSpec, Isolation, Step
 from recipe.async_pipeline.errors import EnvironmentFailed
 from tests import REPOSITORY
@@ -25,7 +25,9 @@ from tests.fakes.waiting import until
 
 
 def with_host(
-    isolation: Isolation, story: Callable[[Host], Awaitable[None]], spec: EnvironmentSpec = COUNTING
+    isolation: Isolation,
+    story: Callable[[EnvironmentHost], Awaitable[None]],
+    spec: EnvironmentSpec = COUNTING,
 ) -> bool:
     async def play() -> bool:
         host = HOSTS[isolation](spec)
@@ -41,7 +43,7 @@ def with_host(
 @pytest.mark.parametrize("spec", [COUNTING, AWAITING], ids=["functions", "coroutines"])
 @pytest.mark.parametrize("isolation", HOSTS)
 def test_it_plays_episodes_one_after_another(isolation: Isolation, spec: EnvironmentSpec) -> None:
-    async def story(host: Host) -> None:
+    async def story(host: EnvironmentHost) -> None:
         assert await host.reset(7, {"hint": "go"}) == "seed 7 episode 1 go"
         assert await host.step("é\n") == Step("é\n 1", 0.5)
         with pytest.raises(EnvironmentFailed, match="step: RuntimeError: in a step"):
@@ -60,7 +62,7 @@ def test_it_plays_episodes_one_after_another(isolation: Isolation, spec: Environ
 
 @pytest.mark.parametrize("isolation", HOSTS)
 def test_one_that_was_never_used_is_closed(isolation: Isolation) -> None:
-    async def story(host: Host) -> None:
+    async def story(host: EnvironmentHost) -> None:
         pass
 
     assert with_host(isolation, story)
@@ -76,7 +78,7 @@ def is_gone(pid: int) -> bool:
 def test_a_process_that_hangs_is_killed_with_what_it_started() -> None:
     pids: list[int] = []
 
-    async def story(host: Host) -> None:
+    async def story(host: EnvironmentHost) -> None:
         assert isinstance(host, ProcessHost) and host._guard is None
         await host.reset(1, {})
         pids.extend(int(pid) for pid in (await host.step("fork")).observation.split())
@@ -94,7 +96,7 @@ def test_a_process_that_hangs_is_killed_with_what_it_started() -> None:
 def test_a_process_that_dies_is_a_failure_and_leaves_nothing() -> None:
     pids: list[int] = []
 
-    async def story(host: Host) -> None:
+    async def story(host: EnvironmentHost) -> None:
         await host.reset(1, {})
         pids.extend(int(pid) for pid in (await host.step("fork")).observation.split())
         with pytest.raises(EnvironmentFailed, match="step: the environment's process died"):
@@ -136,7 +138,7 @@ def test_nothing_is_left_when_the_process_of_the_pool_is_killed(number: signal.S
 def test_the_player_does_not_outlive_its_guard() -> None:
     pids: list[int] = []
 
-    async def story(host: Host) -> None:
+    async def story(host: EnvironmentHost) -> None:
         assert isinstance(host, ProcessHost)
         await host.reset(1, {})
         pids.append(int((await host.step("fork")).observation.split()[0]))
@@ -174,7 +176,7 @@ def test_a_thread_that_hangs_is_left_behind_and_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(env_hosts, "CLOSE_S", 0.1)
     released = threading.Event()
 
-    async def story(host: Host) -> None:
+    async def story(host: EnvironmentHost) -> None:
         assert isinstance(host, ThreadHost)
         await host.reset(1, {})
         host._player._environment.step = lambda text: released.wait()  # type: ignore[union-attr,method-assign]
@@ -188,7 +190,7 @@ def test_a_thread_that_hangs_is_left_behind_and_told(monkeypatch: pytest.MonkeyP
 
 
 def test_a_coroutine_that_hangs_inline_is_cancelled() -> None:
-    async def story(host: Host) -> None:
+    async def story(host: EnvironmentHost) -> None:
         await host.reset(1, {})
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(host.step("hang"), 0.05)

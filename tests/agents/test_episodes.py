@@ -25,6 +25,7 @@ from recipe.async_pipeline.agents.episodes import (
 )
 from recipe.async_pipeline.core.bad_data import POLICIES as KINDS
 from recipe.async_pipeline.core.items import Group, Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 
 CASES = [(end, policy) for end, policies in POLICIES.items() for policy in policies]
 
@@ -136,9 +137,9 @@ def test_waits_are_counted_by_episode_and_by_request() -> None:
 
 
 def test_versions_of_an_episode_are_counted_over_its_conversations() -> None:
-    first = replace(one(2), key="u_0_0", spans=((3, 0), (4, 2)))
-    second = replace(one(2), key="u_0_1", spans=((4, 0), (6, 1), (4, 5)))
-    other = replace(one(2), key="u_1_0", spans=((6, 0),))
+    first = replace(one(2), key="u_0_0", spans=spans_of(((3, 0), (4, 2))))
+    second = replace(one(2), key="u_0_1", spans=spans_of(((4, 0), (6, 1), (4, 5))))
+    other = replace(one(2), key="u_1_0", spans=spans_of(((6, 0),)))
     found = metrics_of(
         [Group(uid="u", step=1, trajectories=(first, second, other, replace(one(2), key="u_2_0")))]
     )

@@ -19,7 +19,7 @@ from recipe.async_pipeline.checkpoint.hashed_file import WrittenFiles
 from recipe.async_pipeline.checkpoint.store import (
     MANIFEST,
     TRACKER,
-    Found,
+    FoundCheckpoint,
     begin,
     damage,
     newest,
@@ -205,7 +205,7 @@ def test_newest_finds_the_newest_usable_checkpoint(tmp_path: Path) -> None:
     unread = newest(tmp_path, MINE, None, lines.append)
     assert unread is not None and unread.manifest.step == 15 and lines == []
     found = newest(tmp_path, MINE, None, lines.append, contents=True)
-    assert found == Found(tmp_path / "global_step_10", verify(tmp_path / "global_step_10", MINE))
+    assert found == FoundCheckpoint(tmp_path / "global_step_10", verify(tmp_path / "global_step_10", MINE))
     (line,) = lines
     assert (
         line.startswith("checkpoint refused: ")

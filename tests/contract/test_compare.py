@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.contract.compare import SUBJECTS, Comparison, compare
+from recipe.async_pipeline.contract.compare import SUBJECTS, TreeComparison, compare
 from recipe.async_pipeline.patching import series, verl_source
 
 pytestmark = pytest.mark.slow
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.slow
 BASE = "verl/trainer/ppo/v1/trainer_base.py"
 CLIENT = "verl/workers/rollout/llm_server.py"
 CONFIG = "verl/trainer/config/_generated_ppo_trainer.yaml"
-Edited = Callable[..., Comparison]
+Edited = Callable[..., TreeComparison]
 
 
 @pytest.fixture
 def edited(pinned: Path, tmp_path: Path) -> Edited:
     """Return a function that compares a copy of the pinned verl after (file, pattern, replacement) edits."""
 
-    def run(*edits: tuple[str, str, str]) -> Comparison:
+    def run(*edits: tuple[str, str, str]) -> TreeComparison:
         shutil.copytree(pinned / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
         for path, pattern, replacement in edits:
             file = tmp_path / path

@@ -18,7 +18,7 @@ import torch
 
 from recipe.async_pipeline.contract import declared, engines
 from recipe.async_pipeline.contract.declared import ENGINES, PACKAGE, Alternative, Need
-from recipe.async_pipeline.contract.sources import OURS, Found, Module, Sources, imported, own_members
+from recipe.async_pipeline.contract.sources import OURS, Definition, Module, Sources, imported, own_members
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.patching import series
 
@@ -225,7 +225,7 @@ def members_of(module: Module) -> set[str]:
                 found.add(inner.name)
             if isinstance(inner, ast.ClassDef):
                 assert one is not None
-                owner = Found(kind="class", module=one, name=inner.name, node=inner)
+                owner = Definition(kind="class", module=one, name=inner.name, node=inner)
                 for ancestor in OWN.ancestors(owner):
                     found |= set(own_members(ancestor))
         found |= set() if one is None else set(one.names)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.contract.declared import Alternative
-from recipe.async_pipeline.contract.located import Located, Use
+from recipe.async_pipeline.contract.located import Located, MemberUse
 from recipe.async_pipeline.contract.sources import OURS, Sources
 from recipe.async_pipeline.signatures import from_text
 
@@ -48,7 +48,7 @@ def located(tmp_path: Path) -> Located:
     )
 
 
-def uses_of(located: Located, place: str) -> list[Use]:
+def uses_of(located: Located, place: str) -> list[MemberUse]:
     return list(located.of(Alternative(place), ["use.py"]))
 
 

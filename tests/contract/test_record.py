@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.contract import record, trees
+from recipe.async_pipeline.contract.shapes import shape_of
 from recipe.async_pipeline.contract.uses import uses_of
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.patching import series, verl_source
@@ -38,7 +39,7 @@ def test_nothing_that_the_package_uses_comes_from_a_patch(pinned: Path) -> None:
         if place.partition(":")[0] in touched
     }
     assert shapes, "the patches touch modules that this package uses"
-    assert {place: record.shape_of(sources, place) for place in shapes} == shapes
+    assert {place: shape_of(sources, place) for place in shapes} == shapes
 
 
 def test_a_contract_has_shapes_users_and_keys(sources_of: MakeSources) -> None:

@@ -7,14 +7,14 @@ import ast
 
 import pytest
 
-from recipe.async_pipeline.contract.sources import Found, Member
+from recipe.async_pipeline.contract.sources import ClassMember, Definition
 from recipe.async_pipeline.errors import ContractError
 
 from .conftest import MakeSources
 
 
-def place(found: Found | Member | None) -> str | None:
-    if isinstance(found, Found):
+def place(found: Definition | ClassMember | None) -> str | None:
+    if isinstance(found, Definition):
         return found.place
     return None if found is None else found.owner.place
 
@@ -47,7 +47,7 @@ def test_a_class_has_the_members_of_its_bases(sources_of: MakeSources) -> None:
         }
     )
     found = sources.at("verl.b:Low")
-    assert isinstance(found, Found)
+    assert isinstance(found, Definition)
     members = sources.members(found)
     assert {name: member.owner.place for name, member in members.items()} == {
         "both": "verl.b:Low",

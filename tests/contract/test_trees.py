@@ -9,16 +9,16 @@ import pytest
 
 from recipe.async_pipeline.contract import trees
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.patching.series import Patch, Series
+from recipe.async_pipeline.patching.series import Patch, PatchSeries
 from recipe.async_pipeline.patching.unified_diff import format_diff, parse_diffs
 
 BEFORE = b"".join(b"line %d\n" % number for number in range(20))
 AFTER = BEFORE.replace(b"line 9\n", b"nine\n")
 
 
-def series_of(before: bytes | None = BEFORE, after: bytes = AFTER) -> Series:
+def series_of(before: bytes | None = BEFORE, after: bytes = AFTER) -> PatchSeries:
     diffs = parse_diffs(format_diff("verl/a.py", before, after), source="1.patch")
-    return Series(patches=(Patch(name="1.patch", header={}, head=b"", files=diffs),))
+    return PatchSeries(patches=(Patch(name="1.patch", header={}, head=b"", files=diffs),))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_missing_file_and_a_new_one(tmp_path: Path) -> None:
 
 
 def test_every_state_has_words() -> None:
-    assert set(trees.STATES) == set(trees.State.__args__)  # type: ignore[attr-defined]
+    assert set(trees.STATES) == set(trees.TreeFit.__args__)  # type: ignore[attr-defined]
 
 
 def test_a_folder_without_verl_is_refused(tmp_path: Path) -> None:

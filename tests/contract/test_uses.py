@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from recipe.async_pipeline.contract.uses import subclasses, uses_of
-from recipe.async_pipeline.signatures import Call
+from recipe.async_pipeline.signatures import CallShape
 
 from .conftest import MakeSources
 
@@ -64,10 +64,22 @@ def test_every_kind_of_use_is_found(sources_of: MakeSources) -> None:
     }
 
 
+def test_a_row_of_the_table_of_replacements_is_a_use_of_what_it_replaces(sources_of: MakeSources) -> None:
+    rows = """
+ROWS = (
+    Replacement("verl.base", "Base.run", "mine:run", why="", remove_when=""),
+    Replacement("verl.base", "added", "mine:added", why="", remove_when=""),
+    Replacement("other.base", "helper", "mine:helper", why="", remove_when=""),
+)
+"""
+    sources = sources_of({"verl/base.py": VERL, "pkg/replaced.py": rows})
+    assert [(use.place, use.how) for use in uses_of(sources)] == [("verl.base:Base.run", "replaces")]
+
+
 def test_a_use_has_its_arguments_or_its_signature_and_its_line(sources_of: MakeSources) -> None:
     sources = sources_of({"verl/base.py": VERL, "pkg/mine.py": OURS})
     by = {(use.place, use.how): use for use in uses_of(sources)}
-    assert by["verl.base:helper", "calls"].call == Call(positional=1, names=("b",), open=False)
+    assert by["verl.base:helper", "calls"].call == CallShape(positional=1, names=("b",), open=False)
     override = by["verl.base:Base.run", "overrides"]
     assert override.where == "mine.py:13" and override.signature is not None
     assert override.signature.is_async and override.signature.positional == ("self", "batch", "more")

@@ -23,8 +23,8 @@ from recipe.async_pipeline.core.bad_data import (
     POLICIES,
     BadData,
     Flaw,
+    GroupVerdict,
     Policies,
-    Verdict,
     flaws_of,
     flaws_of_group,
     is_finite,
@@ -127,10 +127,10 @@ def test_drop_tries_again_unless_that_is_hopeless_and_then_quarantines(kind: str
     data = BadData(DROP, 3, said.append)
     flaw = Flaw(kind, "why")
     tries = [data.judge(f"u{i}", "p", [flaw, flaw]) for i in range(1 if kind in HOPELESS else 3)]
-    assert tries[:-1] == [Verdict(f"{kind}: why", True)] * (len(tries) - 1)
-    assert tries[-1] == Verdict(f"{kind}: why", False)
+    assert tries[:-1] == [GroupVerdict(f"{kind}: why", True)] * (len(tries) - 1)
+    assert tries[-1] == GroupVerdict(f"{kind}: why", False)
     assert data.counts[kind] == len(tries), "a group counts once"
-    assert data.refuse("p") == Verdict(f"quarantined since group u{len(tries) - 1}: {kind}: why", False)
+    assert data.refuse("p") == GroupVerdict(f"quarantined since group u{len(tries) - 1}: {kind}: why", False)
     assert data.refuse("another") is None
     assert len(said) == len(tries)
     assert said[0].endswith(f" says, 1 group so far: group u0: {kind}: why")
@@ -150,7 +150,7 @@ def test_a_sound_answer_in_between_restarts_the_count() -> None:
     data = BadData(DROP, 2)
     flaw = Flaw("empty_answer", "why")
     for _ in range(3):
-        assert data.judge("u", "p", [flaw]) == Verdict("empty_answer: why", True)
+        assert data.judge("u", "p", [flaw]) == GroupVerdict("empty_answer: why", True)
         assert data.judge("u", "p", []) is None
     assert data.quarantined == {}
 
@@ -159,7 +159,7 @@ def test_what_is_kept_is_counted_only() -> None:
     data = BadData({**DROP, "all_masked": "keep"}, 1)
     assert data.judge("u", "p", [Flaw("all_masked", "why")]) is None
     assert data.metrics()["bad_data/all_masked"] == 1
-    assert data.judge("u", "p", [Flaw("all_masked", "why"), Flaw(NO_SCORE, "late")]) == Verdict(
+    assert data.judge("u", "p", [Flaw("all_masked", "why"), Flaw(NO_SCORE, "late")]) == GroupVerdict(
         "no_score: late", False
     )
 
@@ -363,7 +363,11 @@ def test_a_resumed_process_knows_what_the_previous_one_had_met() -> None:
     after.restore(json.loads(json.dumps(before.state())))
     assert after.state() == before.state()
     assert after.refuse("p") == before.refuse("p") and after.refuse("q") is None
-    assert after.judge("u", "q", flaw) == before.judge("u", "q", flaw) == Verdict("empty_answer: why", False)
+    assert (
+        after.judge("u", "q", flaw)
+        == before.judge("u", "q", flaw)
+        == GroupVerdict("empty_answer: why", False)
+    )
 
 
 def test_only_the_last_writers_have_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from recipe.async_pipeline.core.bound import LoopCosts, bound_terms, loop_terms
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.lab.bench.measure import measure
 from recipe.async_pipeline.lab.bench.report import bounds
-from recipe.async_pipeline.lab.bench.spans import Span
+from recipe.async_pipeline.lab.bench.spans import MeasuredSpan
 from recipe.async_pipeline.lab.bench.usage import Usage
 from recipe.async_pipeline.lab.bench.workload import Workload
 from recipe.async_pipeline.observe.accountant import account
@@ -104,24 +104,24 @@ def test_a_strict_schedule_is_never_faster_than_the_bound(
 # One run, as the planner, the report and a benchmark see it.
 
 
-def spans_of(records: Sequence[LogRecord]) -> Iterator[Span]:
+def spans_of(records: Sequence[LogRecord]) -> Iterator[MeasuredSpan]:
     """Yield what the probes of a benchmark would have written during the run of a log."""
     started, served = 0.0, 0.0
     gathered: dict[int, float] = {}
     for number, record in enumerate(records):
         t, facts = record.t, record.fields
         if record.event == "ANSWERED":
-            yield Span("episode", t - float(facts["seconds"]), t, {"prompt": number})
+            yield MeasuredSpan("episode", t - float(facts["seconds"]), t, {"prompt": number})
         elif (record.role, record.event) == ("train", "LEASE"):
             started = t
         elif record.event == "TRAINED":
-            yield Span("update_actor", started, t, {"step": facts["step"], "samples": 8, "lags": [1]})
+            yield MeasuredSpan("update_actor", started, t, {"step": facts["step"], "samples": 8, "lags": [1]})
         elif record.event == "GATHERED":
             gathered[facts["version"]] = t
         elif record.event == "SERVED":
             begun = max(gathered[facts["version"]], served) - float(facts["gather_s"])
             served = t
-            yield Span("weights", begun, t, {})
+            yield MeasuredSpan("weights", begun, t, {})
 
 
 @pytest.mark.parametrize(("strategy", "max_lag"), [("on_policy", 0), ("one_step_off", 1)])

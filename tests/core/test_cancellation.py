@@ -13,7 +13,7 @@ from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_
 from recipe.async_pipeline.core.cancellation import no_stray_cancellation
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.concurrent_stage import ConcurrentStage
-from recipe.async_pipeline.core.stage import ROLES
+from recipe.async_pipeline.core.stage import ROLES, Pipeline
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.errors import StrayCancellation
 from tests.fakes.trainer import SimTrainer
@@ -94,7 +94,7 @@ def test_it_ends_the_run_at_once_with_the_name_of_the_stage(
 def test_the_number_of_lanes_is_checked_too() -> None:
     class NoLanes(One):
         @classmethod
-        def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
+        def lanes(cls, pipeline: Pipeline) -> int:
             raise asyncio.CancelledError
 
     ROLES["one"] = NoLanes

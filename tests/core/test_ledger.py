@@ -14,13 +14,19 @@ from recipe.async_pipeline.core.fates import FateRegister
 from recipe.async_pipeline.core.items import Group, Trajectory
 from recipe.async_pipeline.core.ledger import Ledger
 from recipe.async_pipeline.core.ledger_audit import audit
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import ConservationError
 
 
 def group(uid: str, *versions: int, reward: float | None = 0.5) -> Group:
     answers = (
         Trajectory(
-            key=f"{uid}_{i}", first_version=v, last_version=v, num_tokens=3, spans=((v, 0),), reward=reward
+            key=f"{uid}_{i}",
+            first_version=v,
+            last_version=v,
+            num_tokens=3,
+            spans=spans_of(((v, 0),)),
+            reward=reward,
         )
         for i, v in enumerate(versions or (0, 0))
     )

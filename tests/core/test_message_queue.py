@@ -20,6 +20,7 @@ from recipe.async_pipeline.core.message_queue import MessageQueue, share_of
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.staleness import Versions, check_lag
 from recipe.async_pipeline.core.token_ages import masked, oldest_in
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.core.untrained_groups import UntrainedGroups
 from recipe.async_pipeline.errors import (
     ChannelClosed,
@@ -48,11 +49,11 @@ class Bench:
         """Draw all that may be drawn now. Returns the new uids."""
         new: list[str] = []
         while self.queue.room():
-            ticket = run_virtual(self.queue.next_ticket())
-            for _ in range(ticket.prompts):
+            admission = run_virtual(self.queue.next_admission())
+            for _ in range(admission.prompts):
                 uid = chr(ord("a") + self._drawn)
                 self._drawn += 1
-                self.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
+                self.queue.enter(Prompt(uid=uid, step=admission.step), admission.version)
                 self.watch(uid)
                 new.append(uid)
         return new
@@ -92,7 +93,7 @@ def group_of(uid: str, versions: Sequence[int]) -> Group:
         first_version=min(versions),
         last_version=max(versions),
         num_tokens=len(versions),
-        spans=tuple((versions[i], i) for i in changes),
+        spans=spans_of((versions[i], i) for i in changes),
     )
     return Group(uid=uid, step=1, trajectories=(one,))
 
@@ -148,12 +149,12 @@ def test_the_depth_can_be_changed_while_it_runs() -> None:
     assert bench.admit() == [], "four are on their way, and two would do"
 
 
-def test_tickets_say_for_which_step_and_which_version_is_served() -> None:
+def test_admissions_say_for_which_step_and_which_version_is_served() -> None:
     bench = Bench(max_lag=1, first_step=3, last_step=6)
     for version in (2, 3):
         bench.serve(version)
-    tickets = [run_virtual(bench.queue.next_ticket()) for _ in range(3)]
-    assert [(t.step, t.prompts, t.version) for t in tickets] == [(3, 2, 3), (4, 2, 3), (5, 2, 3)]
+    admissions = [run_virtual(bench.queue.next_admission()) for _ in range(3)]
+    assert [(t.step, t.prompts, t.version) for t in admissions] == [(3, 2, 3), (4, 2, 3), (5, 2, 3)]
 
 
 def test_ends_when_the_last_step_was_taken() -> None:
@@ -162,11 +163,11 @@ def test_ends_when_the_last_step_was_taken() -> None:
     bench.finish(*bench.admit())
 
     async def main() -> None:
-        waiting = asyncio.create_task(bench.queue.next_ticket())
+        waiting = asyncio.create_task(bench.queue.next_admission())
         await asyncio.sleep(1)
         assert not waiting.done(), "a group may yet be given up"
         with pytest.raises(StageProtocolError, match="another task waits"):
-            await bench.queue.next_ticket()
+            await bench.queue.next_admission()
         assert bench.take(1) == "ab"
         with pytest.raises(ChannelClosed, match="step 1 was the last"):
             await waiting
@@ -178,7 +179,7 @@ def test_waits_for_a_version_to_be_served() -> None:
     bench = Bench(max_lag=0)
 
     async def main() -> int:
-        waiting = asyncio.create_task(bench.queue.next_ticket())
+        waiting = asyncio.create_task(bench.queue.next_admission())
         await asyncio.sleep(1)
         assert not waiting.done()
         bench.serve(0)
@@ -364,9 +365,9 @@ def test_one_whose_generation_has_not_begun_is_waited_for() -> None:
     bench = Bench(max_lag=1, straggler="drop")
     bench.serve(0)
     for _ in range(2):
-        ticket = run_virtual(bench.queue.next_ticket())
-        for uid in ("a", "b") if ticket.step == 1 else ("c", "d"):
-            bench.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
+        admission = run_virtual(bench.queue.next_admission())
+        for uid in ("a", "b") if admission.step == 1 else ("c", "d"):
+            bench.queue.enter(Prompt(uid=uid, step=admission.step), admission.version)
     bench.finish("b", "c")
     assert bench.take(1) is None
 
@@ -472,12 +473,12 @@ class Run:
         numbers = count()
         while True:
             try:
-                ticket = await self.queue.next_ticket()
+                admission = await self.queue.next_admission()
             except ChannelClosed:
                 return
-            for _ in range(ticket.prompts):
+            for _ in range(admission.prompts):
                 number = next(numbers)
-                self.queue.enter(Prompt(uid=f"{number}", step=ticket.step), ticket.version)
+                self.queue.enter(Prompt(uid=f"{number}", step=admission.step), admission.version)
                 replica = number % len(self.serving)
                 self.background.append(asyncio.create_task(self.group(f"{number}", replica)))
 
@@ -599,7 +600,7 @@ def test_admission_one_step_too_early_would_be_caught(max_lag: int) -> None:
 
 
 def test_a_queue_continues_from_its_state() -> None:
-    """Taken, finished, answered, in flight; unused tickets are requested again."""
+    """Taken, finished, answered, in flight; unused admissions are requested again."""
     before = Bench(max_lag=2, last_step=9, order="finished")
     before.serve(0)
     before.admit()
@@ -607,9 +608,9 @@ def test_a_queue_continues_from_its_state() -> None:
     assert before.take(1) == "ab"
     before.queue.trained(1)
     before.serve(1)
-    ticket = run_virtual(before.queue.next_ticket())
-    assert ticket.prompts == 2
-    before.queue.enter(Prompt(uid="g", step=ticket.step), ticket.version)
+    admission = run_virtual(before.queue.next_admission())
+    assert admission.prompts == 2
+    before.queue.enter(Prompt(uid="g", step=admission.step), admission.version)
     assert before.take(2) == "cd"
     before.queue.arrive(group("f"))
     state = before.queue.state()

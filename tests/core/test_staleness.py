@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.staleness import Kind, Versions, check_lag, check_served, lag
+from recipe.async_pipeline.core.staleness import VersionKind, Versions, check_lag, check_served, lag
 from recipe.async_pipeline.errors import StalenessViolation, VersionNotServed
 
 
@@ -68,7 +68,7 @@ KIND = st.sampled_from(["trained", "gathered", "served"])
 
 
 @given(st.lists(st.tuples(KIND, st.integers(-1, 6)), max_size=30))
-def test_versions_only_grow_and_keep_their_order(moves: list[tuple[Kind, int]]) -> None:
+def test_versions_only_grow_and_keep_their_order(moves: list[tuple[VersionKind, int]]) -> None:
     versions = Versions()
     model = {"trained": 0, "gathered": -1, "served": -1}
     ceiling = {"gathered": "trained", "served": "gathered"}
@@ -107,7 +107,7 @@ def test_wait_for_returns_at_once_if_the_version_is_reached() -> None:
     cancelled=st.sets(st.integers(0, 11)),
 )
 def test_exactly_those_wake_whose_version_is_reached(
-    wanted: list[tuple[Kind, int]], steps: list[int], cancelled: set[int]
+    wanted: list[tuple[VersionKind, int]], steps: list[int], cancelled: set[int]
 ) -> None:
     async def main() -> None:
         versions = Versions()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.items import Group, Trajectory
 from recipe.async_pipeline.core.token_ages import (
-    Written,
+    AgedTokens,
     masked,
     newest,
     oldest_in,
@@ -19,6 +19,7 @@ from recipe.async_pipeline.core.token_ages import (
     with_masks,
     written,
 )
+from recipe.async_pipeline.core.token_spans import spans_of
 
 Spans = Sequence[tuple[int, int]]
 
@@ -30,7 +31,7 @@ def answer(spans: Spans | None, tokens: int = 100, before: int = 0) -> Trajector
         first_version=min(versions),
         last_version=max(versions),
         num_tokens=tokens,
-        spans=None if spans is None else tuple(spans),
+        spans=None if spans is None else spans_of(spans),
         masked_before=before,
     )
 
@@ -50,7 +51,7 @@ SPANS = [(4, 0), (5, 30), (6, 70)]
     ids=["in order", "empty span", "empty at the end", "cut off", "unknown"],
 )
 def test_empty_spans_wrote_nothing(spans: Spans | None, found: list[tuple[int, int, int]]) -> None:
-    assert list(written(answer(spans))) == [Written(*one) for one in found]
+    assert list(written(answer(spans))) == [AgedTokens(*one) for one in found]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from recipe.async_pipeline.diffusion.guard import guard_weight, guarded_log_ratio
 from recipe.async_pipeline.diffusion.schedule import shifted_schedule
-from recipe.async_pipeline.diffusion.sde import Kind, Transition, transition
+from recipe.async_pipeline.diffusion.sde import SdeKind, Transition, transition
 from recipe.async_pipeline.errors import ConfigError
 
 SCHEDULE = shifted_schedule(10, shift=3.0, last=0.1)
@@ -16,7 +16,7 @@ STEPS = torch.tensor([0, 2, 5, 8])
 
 
 def sample(
-    kind: Kind, steps: torch.Tensor = STEPS
+    kind: SdeKind, steps: torch.Tensor = STEPS
 ) -> tuple[Transition, dict[str, torch.Tensor], torch.Tensor]:
     """A step, the arguments of the ratio, and the noise that was drawn."""
     draw = torch.Generator().manual_seed(0)
@@ -34,7 +34,7 @@ def sample(
 
 
 @pytest.mark.parametrize("kind", ["sde", "dance_sde"])
-def test_the_ratio_is_noise_times_movement_at_every_noise_level(kind: Kind) -> None:
+def test_the_ratio_is_noise_times_movement_at_every_noise_level(kind: SdeKind) -> None:
     step, given, noise = sample(kind)
     wanted = (noise * (given["mean"] - given["old_mean"])).flatten(1).mean(1)
     torch.testing.assert_close(guarded_log_ratio(step, **given), wanted, rtol=1e-2, atol=2e-6)
@@ -90,7 +90,7 @@ def test_the_same_policy_has_the_ratio_one_and_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cps", "ode"])
-def test_a_log_prob_that_is_no_density_is_refused(kind: Kind) -> None:
+def test_a_log_prob_that_is_no_density_is_refused(kind: SdeKind) -> None:
     step = transition(kind, SCHEDULE.at(STEPS), 0.7)
     x = torch.zeros(4, 2)
     with pytest.raises(ConfigError, match=f"sde_type {kind} has not; set sde or dance_sde"):

@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.diffusion.schedule import Interval, Schedule, joined, shifted, shifted_schedule
+from recipe.async_pipeline.diffusion.schedule import (
+    NoiseInterval,
+    NoiseSchedule,
+    joined,
+    shifted,
+    shifted_schedule,
+)
 from recipe.async_pipeline.errors import ConfigError
 
 
@@ -33,7 +39,7 @@ def test_the_shift_moves_times_towards_noise_and_keeps_the_ends() -> None:
 
 
 def test_an_interval_has_the_levels_around_a_step() -> None:
-    schedule = Schedule(torch.tensor([1.0, 0.75, 0.5, 0.0], dtype=torch.float64))
+    schedule = NoiseSchedule(torch.tensor([1.0, 0.75, 0.5, 0.0], dtype=torch.float64))
     interval = schedule.at(torch.tensor([0, 2]))
     assert interval.sigma.tolist() == [1.0, 0.5]
     assert interval.next.tolist() == [0.75, 0.0]
@@ -45,7 +51,7 @@ def test_intervals_of_different_schedules_form_one_batch() -> None:
     short = shifted_schedule(2, shift=1.0, last=0.5).at(torch.tensor([1]))
     long = shifted_schedule(4, shift=1.0, last=0.25).at(torch.tensor([0, 3]))
     both = joined([short, long])
-    assert isinstance(both, Interval)
+    assert isinstance(both, NoiseInterval)
     assert both.sigma.tolist() == [0.5, 1.0, 0.25]
     assert both.second.tolist() == [0.5, 0.75, 0.75]
 
@@ -53,7 +59,7 @@ def test_intervals_of_different_schedules_form_one_batch() -> None:
 @pytest.mark.parametrize("levels", [[1.0], [1.0, 0.5], [0.9, 0.0], [1.0, 0.5, 0.5, 0.0], [0.0, 1.0]])
 def test_other_levels_are_refused(levels: list[float]) -> None:
     with pytest.raises(ConfigError, match="must fall from 1 to 0"):
-        Schedule(torch.tensor(levels, dtype=torch.float64))
+        NoiseSchedule(torch.tensor(levels, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
-from recipe.async_pipeline.diffusion.schedule import Interval, Schedule, shifted_schedule
-from recipe.async_pipeline.diffusion.sde import KINDS, Kind, Transition, transition
+from recipe.async_pipeline.diffusion.schedule import NoiseInterval, NoiseSchedule, shifted_schedule
+from recipe.async_pipeline.diffusion.sde import KINDS, SdeKind, Transition, transition
 from recipe.async_pipeline.errors import ConfigError
 
 SCHEDULE = shifted_schedule(10, shift=3.0, last=0.1)
-STOCHASTIC: tuple[Kind, ...] = ("sde", "cps", "dance_sde")
+STOCHASTIC: tuple[SdeKind, ...] = ("sde", "cps", "dance_sde")
 SHAPE = (9, 4, 3, 3)
 
 
@@ -28,7 +28,7 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, velocity, after
 
 
-def every_step() -> Interval:
+def every_step() -> NoiseInterval:
     return SCHEDULE.at(torch.arange(9))
 
 
@@ -77,7 +77,7 @@ def test_the_step_of_coefficients_preserving_sampling() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_noise_each_kind_is_the_ode(kind: Kind) -> None:
+def test_without_noise_each_kind_is_the_ode(kind: SdeKind) -> None:
     x, v, _ = batch()
     interval = every_step()
     step = transition(kind, interval, 0.0)
@@ -96,7 +96,7 @@ levels = st.lists(st.floats(0.02, 0.98), min_size=1, max_size=6, unique=True)
 
 
 def moments_after(
-    kind: Kind, schedule: Schedule, a: float, *, center: float, spread: float
+    kind: SdeKind, schedule: NoiseSchedule, a: float, *, center: float, spread: float
 ) -> tuple[float, float]:
     """Mean and variance of samples of the exact velocity field of data with this mean and spread."""
     mean, variance = 0.0, 1.0
@@ -112,7 +112,7 @@ def moments_after(
 
 
 @pytest.mark.parametrize(("kind", "a"), [("sde", 0.7), ("dance_sde", 0.5), ("cps", 0.5), ("ode", 0.0)])
-def test_fine_steps_end_in_the_distribution_of_the_data(kind: Kind, a: float) -> None:
+def test_fine_steps_end_in_the_distribution_of_the_data(kind: SdeKind, a: float) -> None:
     """The noise of cps per step does not shrink with the step, so its field error does not vanish."""
     schedule = shifted_schedule(4000, shift=1.0, last=1 / 4000)
     mean, variance = moments_after(kind, schedule, a, center=1.5, spread=0.5)
@@ -129,7 +129,7 @@ def test_cps_keeps_every_noise_level_exactly(between: list[float], center: float
     levels = torch.tensor([1.0, *sorted(between, reverse=True), 0.0], dtype=torch.float64)
     mean, variance = 0.0, 1.0
     for s, after in zip(levels[:-1], levels[1:], strict=True):
-        interval = Interval(s[None], after[None], levels[1:2])
+        interval = NoiseInterval(s[None], after[None], levels[1:2])
         step = transition("cps", interval, a)
         # The exact velocity of one image: (x - x_0) / s.
         slope = float(step.of_x + step.of_velocity / s)
@@ -143,11 +143,11 @@ def test_cps_keeps_every_noise_level_exactly(between: list[float], center: float
 @given(levels, st.floats(0.01, 2.0))
 def test_dance_is_flow_grpo_with_another_diffusion(between: list[float], a: float) -> None:
     levels = torch.tensor([1.0, *sorted(between, reverse=True), 0.0], dtype=torch.float64)
-    interval = Schedule(levels).at(torch.arange(1, len(levels) - 1))
+    interval = NoiseSchedule(levels).at(torch.arange(1, len(levels) - 1))
     dance = transition("dance_sde", interval, a)
     for row, s in enumerate(interval.sigma.tolist()):
         same = transition(
-            "sde", Interval(*(one[row : row + 1] for one in interval)), a * math.sqrt((1 - s) / s)
+            "sde", NoiseInterval(*(one[row : row + 1] for one in interval)), a * math.sqrt((1 - s) / s)
         )
         assert float(dance.of_x[row]) == pytest.approx(float(same.of_x))
         assert float(dance.of_velocity[row]) == pytest.approx(float(same.of_velocity))
@@ -158,7 +158,7 @@ def test_dance_is_flow_grpo_with_another_diffusion(between: list[float], a: floa
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_samples_have_the_mean_and_the_std(kind: Kind) -> None:
+def test_samples_have_the_mean_and_the_std(kind: SdeKind) -> None:
     step = transition(kind, SCHEDULE.at(torch.tensor([3])), 0.6)
     mean = torch.full((1, 200_000), 0.25)
     drawn = step.sample(mean, torch.randn(1, 200_000, generator=torch.Generator().manual_seed(1)))
@@ -167,7 +167,7 @@ def test_samples_have_the_mean_and_the_std(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sde", "dance_sde"])
-def test_the_log_prob_is_the_density_averaged_over_elements(kind: Kind) -> None:
+def test_the_log_prob_is_the_density_averaged_over_elements(kind: SdeKind) -> None:
     x, v, after = batch()
     step = transition(kind, every_step(), 0.7)
     mean = step.mean(x, v)
@@ -183,7 +183,7 @@ def test_the_log_prob_of_cps_is_the_squared_distance_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(kind: SdeKind) -> None:
     x, v, after = batch()
     whole = transition(kind, every_step(), 0.7)
     log_probs = whole.log_prob(after, whole.mean(x, v))
@@ -195,7 +195,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_the_gradient_pulls_the_mean_to_the_sample(kind: Kind) -> None:
+def test_the_gradient_pulls_the_mean_to_the_sample(kind: SdeKind) -> None:
     x, v, after = batch()
     v.requires_grad_(True)
     after.requires_grad_(True)
@@ -211,7 +211,7 @@ def test_the_gradient_pulls_the_mean_to_the_sample(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_the_divergence_of_two_policies(kind: Kind) -> None:
+def test_the_divergence_of_two_policies(kind: SdeKind) -> None:
     x, v, other = batch()
     step = transition(kind, every_step(), 0.7)
     mean, reference = step.mean(x, v), step.mean(x, other)
@@ -225,7 +225,7 @@ def test_the_divergence_of_two_policies(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_the_entropy_is_that_of_a_gaussian(kind: Kind) -> None:
+def test_the_entropy_is_that_of_a_gaussian(kind: SdeKind) -> None:
     step = transition(kind, every_step(), 0.7)
     torch.testing.assert_close(step.entropy(), Normal(torch.zeros(9), step.std).entropy().float())
 
@@ -238,7 +238,7 @@ def test_the_entropy_is_that_of_a_gaussian(kind: Kind) -> None:
     [("ode", 3, 0.7), ("sde", 3, 0.0), ("cps", 9, 0.8)],
     ids=["ode", "no noise", "last step of cps"],
 )
-def test_a_step_without_noise_has_no_log_prob(kind: Kind, step: int, a: float) -> None:
+def test_a_step_without_noise_has_no_log_prob(kind: SdeKind, step: int, a: float) -> None:
     fixed = transition(kind, SCHEDULE.at(torch.tensor([step])), a)
     x = torch.zeros(1, 4)
     for value in (fixed.log_prob, fixed.kl, fixed.field_kl):
@@ -258,7 +258,7 @@ def test_a_step_without_noise_has_no_log_prob(kind: Kind, step: int, a: float) -
         ("dance_sde", math.inf, "noise_level must be finite and >= 0"),
     ],
 )
-def test_unknown_noise_is_refused(kind: Kind, a: float, error: str) -> None:
+def test_unknown_noise_is_refused(kind: SdeKind, a: float, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         transition(kind, every_step(), a)
 

@@ -13,8 +13,8 @@ import torch
 
 from recipe.async_pipeline.diffusion.families import StableDiffusion3
 from recipe.async_pipeline.diffusion.policy import VelocityField, evaluate
-from recipe.async_pipeline.diffusion.step_engine import Request, Sample, Sampling, StepEngine
-from recipe.async_pipeline.diffusion.windows import Window
+from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
+from recipe.async_pipeline.diffusion.windows import SdeWindow
 from recipe.async_pipeline.errors import ConfigError, WeightSyncError
 from tests.fakes.tiny_flow import SHAPE, STEPS, Field, requests, schedule, tiny_conditions, tiny_sd3
 
@@ -25,9 +25,9 @@ def engine_of(field: VelocityField, max_rows: int = 96, version: int = 0) -> Ste
     return engine
 
 
-def run(engine: StepEngine, asked: Sequence[Request], *, per_step: int) -> dict[str, Sample]:
+def run(engine: StepEngine, asked: Sequence[SampleRequest], *, per_step: int) -> dict[str, FinishedSample]:
     """Submit so many samples before each step; return all of them by name."""
-    waiting, done = list(asked), dict[str, Sample]()
+    waiting, done = list(asked), dict[str, FinishedSample]()
     while waiting or engine.busy:
         for request in waiting[:per_step]:
             engine.submit(request)
@@ -36,7 +36,7 @@ def run(engine: StepEngine, asked: Sequence[Request], *, per_step: int) -> dict[
     return done
 
 
-def require_equal(one: Sample, other: Sample) -> None:
+def require_equal(one: FinishedSample, other: FinishedSample) -> None:
     assert (one.name, one.steps, one.spans) == (other.name, other.steps, other.spans)
     for name in ("latent", "latents", "log_probs"):
         assert torch.equal(getattr(one, name), getattr(other, name)), f"{name} of {one.name}"
@@ -83,7 +83,9 @@ def test_rows_of_different_shapes_are_separate_forwards() -> None:
         return x
 
     small, large = (
-        Request(name=str(n), conditions={}, seed=n, sampling=Sampling(schedule=schedule(1), shape=(n, n)))
+        SampleRequest(
+            name=str(n), conditions={}, seed=n, sampling=Sampling(schedule=schedule(1), shape=(n, n))
+        )
         for n in (2, 4)
     )
     done = run(engine_of(field), [small, large], per_step=2)
@@ -144,7 +146,7 @@ class Weights:
 
 def test_a_step_can_be_computed_again_from_the_version_that_made_it_and_from_no_other() -> None:
     weights, asked = Weights(), requests(6, 4)
-    engine, waiting, done = engine_of(weights.served), list(asked), dict[str, Sample]()
+    engine, waiting, done = engine_of(weights.served), list(asked), dict[str, FinishedSample]()
     number = 0
     while waiting or engine.busy:
         for request in waiting[:3]:
@@ -180,7 +182,9 @@ def test_a_step_can_be_computed_again_from_the_version_that_made_it_and_from_no_
 def test_a_span_begins_at_the_first_step_of_a_version() -> None:
     request = replace(
         requests(1, 1)[0],
-        sampling=Sampling(schedule=schedule(), shape=SHAPE, kind="sde", noise_level=0.7, window=Window(1, 3)),
+        sampling=Sampling(
+            schedule=schedule(), shape=SHAPE, kind="sde", noise_level=0.7, window=SdeWindow(1, 3)
+        ),
     )
     engine = engine_of(Field(), version=4)
     engine.submit(request)
@@ -256,10 +260,16 @@ def test_a_name_is_used_once_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ({"kind": "sde", "noise_level": 0.0, "window": Window(0, 2)}, "SDE steps need noise"),
-        ({"kind": "ode", "noise_level": 0.7, "window": Window(0, 2)}, "SDE steps need noise"),
-        ({"kind": "sde", "noise_level": 0.7, "window": Window(4, 2)}, "must be before the last of 6 steps"),
-        ({"kind": "sde", "noise_level": 0.7, "window": Window(0, 0)}, "must be before the last of 6 steps"),
+        ({"kind": "sde", "noise_level": 0.0, "window": SdeWindow(0, 2)}, "SDE steps need noise"),
+        ({"kind": "ode", "noise_level": 0.7, "window": SdeWindow(0, 2)}, "SDE steps need noise"),
+        (
+            {"kind": "sde", "noise_level": 0.7, "window": SdeWindow(4, 2)},
+            "must be before the last of 6 steps",
+        ),
+        (
+            {"kind": "sde", "noise_level": 0.7, "window": SdeWindow(0, 0)},
+            "must be before the last of 6 steps",
+        ),
         ({"kind": "sde", "noise_level": -1.0}, "noise_level must be finite"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from recipe.async_pipeline.diffusion.families import StableDiffusion3
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter, Part
+from recipe.async_pipeline.weight_sync.arena import ArenaWriter, HeldBlock
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Manifest
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
@@ -34,7 +34,7 @@ def publish() -> Iterator[Publish]:
     writer, version = ArenaWriter(1 << 16, 1000, None), iter(range(1, 100))
 
     def gather(tensors: dict[str, torch.Tensor], adapter: str | None = None) -> Manifest:
-        parts = [Part(n, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for n, t in tensors.items()]
+        parts = [HeldBlock(n, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for n, t in tensors.items()]
         ticket = writer.gather_parts(next(version), parts, adapter)
         assert ticket is not None
         return await_manifest(ticket, 30)

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.diffusion.windows import (
     EveryStep,
     RandomWindow,
+    SdeWindow,
     SlidingWindow,
-    Window,
     windows,
 )
 from recipe.async_pipeline.errors import ConfigError
 
 
 def test_a_window_has_its_steps() -> None:
-    assert list(Window(2, 3).steps) == [2, 3, 4]
+    assert list(SdeWindow(2, 3).steps) == [2, 3, 4]
 
 
 def test_all_steps_but_the_last() -> None:
     assert windows(10, None, None) == EveryStep(num_steps=10)
-    assert EveryStep(num_steps=10).of(1, 0) == Window(0, 9)
+    assert EveryStep(num_steps=10).of(1, 0) == SdeWindow(0, 9)
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 1000), st.data())

@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of
-from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket
 from tests.e2e.probed_engines import SGLangWithAdapters
 from tests.e2e.versions_probe import Probe, below_likeliest
 
@@ -33,7 +33,7 @@ class AdapterProbe(Probe):
         settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
         self.model = get_peft_model(self.model, settings)
 
-    def gather(self, weights: dict[str, torch.Tensor]) -> Ticket:
+    def gather(self, weights: dict[str, torch.Tensor]) -> WeightTicket:
         parts = [part_of(name, tensor) for name, tensor in weights.items()]
         ticket = self.writer.gather_parts(self.version, parts, described(self.model.peft_config["default"]))
         assert ticket is not None

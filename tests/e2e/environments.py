@@ -67,7 +67,7 @@ class SlowLake(FrozenLake):
         return super().step(text)
 
 
-class _SlowPolicy(lake_agent.Policy):
+class _SlowPolicy(lake_agent.PolicyChat):
     def ask(self, messages: lake_agent.Messages, attempt: int = 0) -> str:
         if len(messages) > 1:
             time.sleep(SLOW_S)

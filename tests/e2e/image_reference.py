@@ -24,7 +24,7 @@ from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts
 from recipe.async_pipeline.diffusion.model_folder import ModelFolder
 from recipe.async_pipeline.diffusion.policy import evaluate
 from recipe.async_pipeline.diffusion.seeds import seed_of
-from recipe.async_pipeline.diffusion.step_engine import Request, Sample, Sampling, StepEngine
+from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.windows import RandomWindow
 from recipe.async_pipeline.lab.tasks.image_model import MAX_TOKENS
 from recipe.async_pipeline.lab.tasks.image_reward import compute_score
@@ -141,7 +141,7 @@ def _step(
 
 def _drawn(
     number: int, batch: Sequence[Row], folder: ModelFolder, velocity: Any, conditions: Sequence[Any]
-) -> list[Sample]:
+) -> list[FinishedSample]:
     """Return the samples of a step, prompt by prompt."""
     engine = StepEngine(velocity, max_rows=len(batch) * SAMPLES)
     engine.load(number - 1, lambda: None)
@@ -156,14 +156,14 @@ def _drawn(
         )
         for session in range(SAMPLES):
             engine.submit(
-                Request(
+                SampleRequest(
                     name=f"{row.index}/{session}",
                     conditions=given,
                     seed=seed_of("train", *place, session),
                     sampling=sampling,
                 )
             )
-    done: dict[str, Sample] = {}
+    done: dict[str, FinishedSample] = {}
     while engine.busy:
         done |= {one.name: one for one in engine.step()}
     return [done[f"{row.index}/{session}"] for row in batch for session in range(SAMPLES)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipe.async_pipeline.core.event_audit import audit_events
-from recipe.async_pipeline.core.flow import GRAPH, OPTIONAL
+from recipe.async_pipeline.core.graph import GRAPH, OPTIONAL
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.lab.job import processes_with
 
@@ -140,7 +140,7 @@ def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[s
 
 
 def check_events(job: Job, *optional: str) -> None:
-    """No event breaks a rule, and each role ended well. `optional`: roles of `core.flow.OPTIONAL` that the
+    """No event breaks a rule, and each role ended well. `optional`: roles of `core.graph.OPTIONAL` that the
     run has.
     """
     audit = audit_events(job.events())

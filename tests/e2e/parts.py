@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch, Ticket
+from recipe.async_pipeline.core.items import Admission, Group, Prompt, Publication, StepBatch
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
@@ -165,7 +165,7 @@ class Reference(AsyncPipelineTrainer):  # type: ignore[misc]
 
     async def _generate(self, step: int) -> list[Group]:
         drawn = await self.draw_prompts(
-            Ticket(step=step, prompts=self.config.data.train_batch_size, version=0)
+            Admission(step=step, prompts=self.config.data.train_batch_size, version=0)
         )
         groups = await asyncio.gather(*(self.generate_group(prompt, Recall()) for prompt in drawn.prompts))
         return [group for group in groups if group is not None]

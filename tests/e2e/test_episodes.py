@@ -121,7 +121,7 @@ def play_episodes(folder: Path, ended: threading.Event, forgets: bool) -> None:
             with claimed(folder, 1.0) as task:
                 if task is None:
                     continue
-                policy = lake_agent.Policy(task.base_url, task.api_key)
+                policy = lake_agent.PolicyChat(task.base_url, task.api_key)
                 task.reward = lake_agent.play(task.shown, policy, Path("no control file"), is_bad=False)
 
 

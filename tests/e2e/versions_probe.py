@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Ticket, encode
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket, encode
 from recipe.async_pipeline.weight_sync.staging import await_staged
 from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
 from tests.e2e.probed_engines import ENGINES
@@ -71,7 +71,7 @@ class Probe:
         self.version = -1
         self.load_s: list[float] = []
 
-    def gather(self, weights: dict[str, torch.Tensor]) -> Ticket:
+    def gather(self, weights: dict[str, torch.Tensor]) -> WeightTicket:
         """Write a version into the arena."""
         return self.writer.gather(self.version, weights.items())
 

@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RequestRefused
-from recipe.async_pipeline.gateway.chains import Answer
+from recipe.async_pipeline.gateway.chains import Completion
 from recipe.async_pipeline.gateway.conversation import Message, Said, tool_call
 from recipe.async_pipeline.gateway.sessions import CannotAppend, SessionLimits
 
@@ -70,7 +71,7 @@ class FakePolicy:
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
-    ) -> Answer:
+    ) -> Completion:
         self.prompts.append(list(token_ids))
         self.limits.append(max_tokens)
         self.stops.append(stop)
@@ -86,7 +87,9 @@ class FakePolicy:
         spans = [(before, 0)]
         if self.version != before and len(tokens) > 1:
             spans.append((self.version, len(tokens) // 2))
-        return Answer(tokens, [-number - i / 64 for i in range(len(tokens))], spans, tokens[-1] == END)
+        return Completion(
+            tokens, [-number - i / 64 for i in range(len(tokens))], spans_of(spans), tokens[-1] == END
+        )
 
     async def read(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], stop: Sequence[str]

@@ -11,8 +11,8 @@ from typing import Any
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.fleet import Fleet, Outcome
-from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.weight_sync.fleet import Fleet, UpdateOutcome
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket
 
 LOAD_TIMEOUT_S, RESTART_TIMEOUT_S, GRACE_S = 10.0, 50.0, 1.0
 LOAD_S, RESTART_S = 2.0, 20.0
@@ -43,7 +43,7 @@ class Replica:
     """Open requests, poll after poll."""
     prepared: int | None = None
 
-    async def prepare(self, ticket: Ticket) -> None:
+    async def prepare(self, ticket: WeightTicket) -> None:
         version = ticket.version
         assert not self.failed, "a replica that failed a load restarts before the next load"
         assert self.version is None or version > self.version, "never back"
@@ -125,8 +125,8 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtual(scenario())
 
 
-def publish(fleet: Fleet, version: int) -> Coroutine[Any, Any, Outcome]:
-    return fleet.publish(Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1))
+def publish(fleet: Fleet, version: int) -> Coroutine[Any, Any, UpdateOutcome]:
+    return fleet.publish(WeightTicket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1))
 
 
 def watched(fleet: Fleet) -> asyncio.Task[None]:

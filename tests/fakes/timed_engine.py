@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.weight_sync.answer import Part
 from recipe.async_pipeline.weight_sync.versioned_engine import (
-    Attempt,
+    AttemptOptions,
+    AttemptTokens,
     Loaded,
     VersionedEngine,
-    Written,
     derived_seed,
 )
 
@@ -136,13 +136,15 @@ class PlainEngine:
     def prompt_tokens(self, request: Ask) -> int:
         return len(PROMPT)
 
-    async def attempt(self, request: Ask, how: Attempt) -> AsyncGenerator[Said, None]:
+    async def attempt(self, request: Ask, how: AttemptOptions) -> AsyncGenerator[Said, None]:
         await asyncio.sleep(self.send_s)
-        live, said = _Live(), len(how.said)
+        live, said = _Live(), len(how.written)
         self._attempts.add(request.name)
         seed = derived_seed(request.seed, said) if said and request.seed is not None else request.seed
         left = request.max_tokens - said
-        self.sent.append(Sent([*PROMPT, *how.said], how.salt, left, max(0, request.min_tokens - said), seed))
+        self.sent.append(
+            Sent([*PROMPT, *how.written], how.salt, left, max(0, request.min_tokens - said), seed)
+        )
         self._message(lambda: self._live.__setitem__(request.name, (live, left)))
         how.sent()
         try:
@@ -162,9 +164,9 @@ class PlainEngine:
     def joined(self, output: Said, before: Sequence[Part]) -> Said:
         return Said([*(token for part in before for token in part.token_ids), *output.tokens], output.reason)
 
-    async def written(self, names: Sequence[str]) -> Mapping[str, Written]:
+    async def written(self, names: Sequence[str]) -> Mapping[str, AttemptTokens]:
         found = {name: list(self._live[name][0].tokens) for name in names if name in self._live}
-        return {name: Written(tokens, [LOG_PROB] * len(tokens)) for name, tokens in found.items()}
+        return {name: AttemptTokens(tokens, [LOG_PROB] * len(tokens)) for name, tokens in found.items()}
 
     async def pause(self, mode: str) -> None:
         self.frozen, self._frozen = True, mode == "freeze"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from recipe.async_pipeline.diffusion.schedule import Schedule, shifted_schedule
+from recipe.async_pipeline.diffusion.schedule import NoiseSchedule, shifted_schedule
 from recipe.async_pipeline.diffusion.seeds import seed_of
-from recipe.async_pipeline.diffusion.step_engine import Request, Sampling
+from recipe.async_pipeline.diffusion.step_engine import SampleRequest, Sampling
 from recipe.async_pipeline.diffusion.windows import RandomWindow
 
 SHAPE = (2, 4, 4)
@@ -41,11 +41,13 @@ class Field(torch.nn.Module):
         return velocity.view_as(x)
 
 
-def schedule(num_steps: int = STEPS) -> Schedule:
+def schedule(num_steps: int = STEPS) -> NoiseSchedule:
     return shifted_schedule(num_steps, shift=3.0, last=1 / num_steps)
 
 
-def requests(groups: int, samples: int, *, kind: Any = "sde", noise_level: float = 0.7) -> list[Request]:
+def requests(
+    groups: int, samples: int, *, kind: Any = "sde", noise_level: float = 0.7
+) -> list[SampleRequest]:
     """The samples of some prompt groups; a group has one prompt and one window."""
     chosen = RandomWindow(size=3, first=0, end=5, num_steps=STEPS)
     made = []
@@ -61,7 +63,7 @@ def requests(groups: int, samples: int, *, kind: Any = "sde", noise_level: float
         for sample in range(samples):
             name = f"{group}/{sample}"
             made.append(
-                Request(
+                SampleRequest(
                     name=name,
                     conditions={"prompt": prompt},
                     seed=seed_of(7, group, sample),

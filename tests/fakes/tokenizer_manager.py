@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import Call, Reply
+from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import SchedulerCall, SchedulerReply
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import progress_by_name, serve_versions
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine
 from tests.fakes.timed_engine import LOG_PROB, PROMPT, STEP_S, Answer, Sent
@@ -126,17 +126,17 @@ class TokenizerManager:
             else:
                 self._end(live, "abort")
 
-    def _send_call(self, call: Call) -> None:
+    def _send_call(self, call: SchedulerCall) -> None:
         self._message(lambda: self._call(call))
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: SchedulerCall) -> None:
         value = None
         if call.method == "freeze":
             (self.frozen,) = call.arguments
         elif call.method == "written":
             found = {rid: list(live.tokens) for rid, live in self.live.items() if rid in call.arguments[0]}
             value = {rid: (tokens, [LOG_PROB] * len(tokens)) for rid, tokens in found.items()}
-        self._result_dispatcher.handlers[Reply](Reply(call.number, value))
+        self._result_dispatcher.handlers[SchedulerReply](SchedulerReply(call.number, value))
 
     # The face of all fake engines.
 

@@ -12,16 +12,17 @@ from typing import Any, Literal, NamedTuple
 from recipe.async_pipeline.core.degradation import Caution, Change
 from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import (
+    Admission,
     Group,
     Prompt,
     PromptBatch,
     Publication,
     StepBatch,
-    Ticket,
     Trajectory,
 )
 from recipe.async_pipeline.core.recall import Recall
-from recipe.async_pipeline.core.schedule import OldLogp
+from recipe.async_pipeline.core.schedule import OldLogpSource
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, Schedule
 
@@ -78,7 +79,7 @@ class SimTrainer:
         sync_every: int = 1,
         filtered: Callable[[str], bool] = lambda uid: False,
         places: Mapping[str, str] | None = None,
-        old: OldLogp = "trainer",
+        old: OldLogpSource = "trainer",
         order: Order = "drawn",
         refresh: int = 0,
         save_every: int = 0,
@@ -173,12 +174,12 @@ class SimTrainer:
             raise self.fail[name]
         await asyncio.sleep(self.costs[name])
 
-    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
-        await self._cost("draw", ticket.step)
-        numbers = [divmod(self._drawn + i, self.groups) for i in range(ticket.prompts)]
-        self._drawn += ticket.prompts
+    async def draw_prompts(self, admission: Admission) -> PromptBatch:
+        await self._cost("draw", admission.step)
+        numbers = [divmod(self._drawn + i, self.groups) for i in range(admission.prompts)]
+        self._drawn += admission.prompts
         prompts = tuple(_prompt(step + 1, i) for step, i in numbers)
-        return PromptBatch(step=ticket.step, prompts=prompts, admitted_version=ticket.version)
+        return PromptBatch(step=admission.step, prompts=prompts, admitted_version=admission.version)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         await self._cost("restore", self.schedule.first_step)
@@ -208,7 +209,7 @@ class SimTrainer:
                 first_version=first,
                 last_version=self.served,
                 num_tokens=1 if spans is None else TOKENS,
-                spans=spans,
+                spans=None if spans is None else spans_of(spans),
                 reward=0.5,
             )
             for i in range(self.n)

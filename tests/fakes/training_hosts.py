@@ -20,7 +20,7 @@ import torch
 from msgspec.structs import replace
 
 from recipe.async_pipeline.weight_sync.arena import ArenaReader
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, VersionRequest
 from recipe.async_pipeline.weight_sync.host_slots import this_process
 from recipe.async_pipeline.weight_sync.manifest import Announcement, Failure, decode_announcement, joined
 from recipe.async_pipeline.weight_sync.shares import Bucket
@@ -100,7 +100,9 @@ async def versions_of(
     try:
         for _ in range(count):
             shares = [replace(host.ask("ticket"), host=f"host {i}") for i, host in enumerate(hosts)]
-            yield ArenaReader().tensors(await memory.fetch(Request(joined(shares), hosts, limit_s), reader))
+            yield ArenaReader().tensors(
+                await memory.fetch(VersionRequest(joined(shares), hosts, limit_s), reader)
+            )
             files = [host.ask("files") for host in hosts]
             assert not set(files[0]) & set(files[1]) and all(files)
             sizes = [share.num_bytes for share in shares]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RequestRefused
-from recipe.async_pipeline.gateway.chains import Answer, Chains, Request, Row
+from recipe.async_pipeline.gateway.chains import ChainRow, Chains, Completion, OpenRequest
 from recipe.async_pipeline.gateway.conversation import Message
 
 TURN_END, SEPARATOR, GENERATE = 900, 901, 902
@@ -41,10 +42,10 @@ class Agent:
         self.chains, self.trims = Chains(limit), trims
         self.sent: list[Sent] = []
 
-    def begin(self, messages: Sequence[Message], tools: str = "") -> Request:
+    def begin(self, messages: Sequence[Message], tools: str = "") -> OpenRequest:
         return self.chains.open(messages, tools)
 
-    def end(self, request: Request, *, whole: bool = True) -> Message:
+    def end(self, request: OpenRequest, *, whole: bool = True) -> Message:
         """Answer a request with tokens that no other answer has."""
         ended = request.known[-1:] == [TURN_END]
         kept = len(request.known) - (self.trims and ended)
@@ -57,14 +58,14 @@ class Agent:
         self.sent.append(Sent(prompt, answer))
         said = {"role": "assistant", "content": text}
         log_probs = [-float(token) for token in answer]
-        request.commit(prompt, kept, Answer(answer, log_probs, [(version, 0)], whole), said)
+        request.commit(prompt, kept, Completion(answer, log_probs, spans_of([(version, 0)]), whole), said)
         return said
 
     def ask(self, messages: Sequence[Message], tools: str = "", *, whole: bool = True) -> list[Message]:
         """Return the history with the answer."""
         return [*messages, self.end(self.begin(messages, tools), whole=whole)]
 
-    def check(self, prompt_limit: int = 10_000) -> list[Row]:
+    def check(self, prompt_limit: int = 10_000) -> list[ChainRow]:
         """Compare each row with what was sent; return the rows."""
         rows = self.chains.rows(prompt_limit)
         seen: list[int] = []
@@ -214,7 +215,9 @@ def test_tokens_continue_the_chain_whose_tokens_they_begin_with() -> None:
 
     def ask(prompt: list[int], answer: list[int]) -> list[int]:
         request = chains.open_tokens(prompt)
-        request.commit(prompt, len(request.known), Answer(answer, None, [(1, 0)], whole=False), None)
+        request.commit(
+            prompt, len(request.known), Completion(answer, None, spans_of([(1, 0)]), whole=False), None
+        )
         return prompt + answer
 
     history = ask([1, 2], [3, 4])
@@ -301,7 +304,7 @@ def test_any_agent_that_sends_tokens(choices: list[int]) -> None:
         answer = [1000 + number]
         request = chains.open_tokens(prompt)
         assert request.known == prompt[: len(request.known)]
-        request.commit(prompt, len(request.known), Answer(answer, [-1.0], [(number, 0)]), None)
+        request.commit(prompt, len(request.known), Completion(answer, [-1.0], spans_of([(number, 0)])), None)
         answers[number] = prompt
         histories.append([*prompt, *answer])
     found = []

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 
 from recipe.async_pipeline.errors import RequestRefused
-from recipe.async_pipeline.gateway.chains import Row
+from recipe.async_pipeline.gateway.chains import ChainRow
 from recipe.async_pipeline.gateway.turn_rewards import TurnRewards
 
 MASK = [1, 1, 1, 0, 0, 1, 1, 0, 1, 0]
 
 
-def row(mask: list[int]) -> Row:
-    return Row([0] * 4, [0] * len(mask), mask, None, [], 3)
+def row(mask: list[int]) -> ChainRow:
+    return ChainRow([0] * 4, [0] * len(mask), mask, None, [], 3)
 
 
 def turns() -> TurnRewards:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.items import Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import StalenessViolation
 from recipe.async_pipeline.observe.off_policy import (
     CHUNK_TOKENS,
@@ -29,8 +30,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def written_by(first: int, last: int, spans: Sequence[Sequence[int]] | None) -> Trajectory:
-    pairs = None if spans is None else tuple((version, start) for version, start in spans)
-    return Trajectory(key="", first_version=first, last_version=last, num_tokens=0, spans=pairs)
+    known = None if spans is None else spans_of(spans)
+    return Trajectory(key="", first_version=first, last_version=last, num_tokens=0, spans=known)
 
 
 @dataclass

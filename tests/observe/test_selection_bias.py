@@ -17,8 +17,8 @@ from recipe.async_pipeline.observe.selection_bias import (
     MIN_SHIFT_SD,
     MIN_T,
     Comparison,
-    Fate,
     Moments,
+    ResponseFate,
     SelectionMeter,
 )
 
@@ -32,7 +32,7 @@ def moments(values: Iterable[float]) -> Moments:
     return made
 
 
-def record(meter: SelectionMeter, fate: Fate, lengths: Iterable[int]) -> None:
+def record(meter: SelectionMeter, fate: ResponseFate, lengths: Iterable[int]) -> None:
     """Record samples as finished and then with their fate."""
     for length in lengths:
         meter.record("finished", tokens=length)
@@ -229,7 +229,7 @@ def test_a_shift_around_the_threshold_warns_once() -> None:
 def test_the_largest_shift_warns_first() -> None:
     meter = SelectionMeter()
     for i in range(600):
-        lost: Fate = "dropped" if i % 3 == 0 else "trained"
+        lost: ResponseFate = "dropped" if i % 3 == 0 else "trained"
         worse = i % 3 == 0
         meter.record(
             lost, tokens=500 + i % 50 + 300 * worse, turns=2 + i % 4 + 2 * worse, reward=(i % 2) - 0.5 * worse

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from recipe.async_pipeline.core.items import Trajectory
-from recipe.async_pipeline.observe.token_versions import Written, versions_written
+from recipe.async_pipeline.core.token_spans import spans_of
+from recipe.async_pipeline.observe.token_versions import TokenVersions, versions_written
 
 Spans = Sequence[Sequence[int]] | None
 
 
-def written(*rows: tuple[Spans, Sequence[int]]) -> Written:
+def written(*rows: tuple[Spans, Sequence[int]]) -> TokenVersions:
     """Return what some trajectories of version 3 to 5 have written; each has spans and a mask."""
     trajectories = [
         Trajectory(
@@ -22,7 +23,7 @@ def written(*rows: tuple[Spans, Sequence[int]]) -> Written:
             first_version=3,
             last_version=5,
             num_tokens=len(mask),
-            spans=None if spans is None else tuple((version, start) for version, start in spans),
+            spans=None if spans is None else spans_of(spans),
         )
         for spans, mask in rows
     ]
@@ -31,7 +32,7 @@ def written(*rows: tuple[Spans, Sequence[int]]) -> Written:
     return versions_written(trajectories, lengths, generated)
 
 
-def by_token(found: Written) -> list[int]:
+def by_token(found: TokenVersions) -> list[int]:
     return list(np.repeat(found.versions, found.tokens))
 
 

@@ -16,7 +16,8 @@ import pytest
 from recipe.async_pipeline.core.replay import busy_intervals
 from recipe.async_pipeline.errors import RunFilesError
 from recipe.async_pipeline.observe.event_file import read_events
-from recipe.async_pipeline.observe.trace import MAX_FLOWS, TraceEvent, leave_trace, trace_events, write_trace
+from recipe.async_pipeline.observe.trace import MAX_FLOWS, leave_trace, trace_events, write_trace
+from recipe.async_pipeline.observe.trace_episodes import TraceEvent
 from tests import REPOSITORY
 from tests.observe.run_folder import RecordedTrainer, write_run
 

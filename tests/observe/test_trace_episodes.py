@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.observe.trace import trace_events
-from recipe.async_pipeline.observe.trace_episodes import MAX_TRACKS, TURNS, Episode, episode_events
+from recipe.async_pipeline.observe.trace_episodes import MAX_TRACKS, TURNS, SlowestEpisode, episode_events
 
 
 def answered(t: float, key: str, seconds: float, *turns: list[float]) -> LogRecord:
@@ -14,7 +14,7 @@ def answered(t: float, key: str, seconds: float, *turns: list[float]) -> LogReco
 
 
 def test_an_episode_is_divided_into_turns_and_environment() -> None:
-    episode = Episode.of(answered(10.0, "a", 4.0, [0.5, 1.0], [2.0, 1.5]))
+    episode = SlowestEpisode.of(answered(10.0, "a", 4.0, [0.5, 1.0], [2.0, 1.5]))
     assert episode is not None
     shown = [one for one in episode_events([episode], 9) if one["ph"] == "X"]
     assert [(one["name"], one["cat"], one["ts"] / 1e6, one["dur"] / 1e6) for one in shown] == [
@@ -30,13 +30,13 @@ def test_an_episode_is_divided_into_turns_and_environment() -> None:
 
 
 def test_a_group_of_single_responses_has_no_episode() -> None:
-    assert Episode.of(answered(10.0, "a", 4.0)) is None
+    assert SlowestEpisode.of(answered(10.0, "a", 4.0)) is None
     assert list(episode_events([], 9)) == []
 
 
 def test_episodes_that_overlap_are_on_different_threads() -> None:
-    def episode(start: float, end: float) -> Episode:
-        return Episode(f"{start}", start, end, [(start, end)])
+    def episode(start: float, end: float) -> SlowestEpisode:
+        return SlowestEpisode(f"{start}", start, end, [(start, end)])
 
     found = {
         one["name"]: one["tid"]

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import pytest
 
-from recipe.async_pipeline.core.flow import GRAPH
+from recipe.async_pipeline.core.graph import GRAPH
 from recipe.async_pipeline.observe.accounting import is_work
 from recipe.async_pipeline.observe.wording import (
     ROLE_COLOURS,

@@ -22,11 +22,11 @@ async def admit(machine: RoleStateMachine, *uids: str) -> None:
     pipeline.versions.advance_gathered(max(pipeline.schedule.first_step - 1, pipeline.versions.gathered))
     pipeline.versions.advance_served(max(pipeline.schedule.first_step - 1, pipeline.versions.served))
     while left:
-        ticket = await pipeline.queue.next_ticket()
-        for uid in left[: ticket.prompts]:
-            pipeline.ledger.draw(uid, ticket.step, ticket.version)
-            pipeline.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
-        left = left[ticket.prompts :]
+        admission = await pipeline.queue.next_admission()
+        for uid in left[: admission.prompts]:
+            pipeline.ledger.draw(uid, admission.step, admission.version)
+            pipeline.queue.enter(Prompt(uid=uid, step=admission.step), admission.version)
+        left = left[admission.prompts :]
 
 
 @pytest.fixture

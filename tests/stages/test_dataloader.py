@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch, Ticket, Trajectory
+from recipe.async_pipeline.core.items import Admission, Group, Prompt, PromptBatch, Trajectory
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.errors import ConservationError, WaitTimeout
 from tests.fakes.trainer import SimTrainer
@@ -66,11 +66,11 @@ def test_says_what_it_waits_for(alone: MakeRole) -> None:
 
 def test_a_prompt_that_comes_twice_is_caught(alone: MakeRole) -> None:
     class Repeats(SimTrainer):
-        async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+        async def draw_prompts(self, admission: Admission) -> PromptBatch:
             return PromptBatch(
-                step=ticket.step,
-                prompts=(Prompt(uid="same", step=ticket.step),),
-                admitted_version=ticket.version,
+                step=admission.step,
+                prompts=(Prompt(uid="same", step=admission.step),),
+                admitted_version=admission.version,
             )
 
     machine = alone("dataloader", Repeats(max_lag=4))

@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 
+from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
 from recipe.async_pipeline.errors import WaitTimeout
@@ -37,6 +38,7 @@ def test_the_first_item_is_the_starting_weights(alone: MakeRole, first_step: int
     ]
     assert trainer.calls == one_after_the_other
     assert machine.pipeline.versions.served == first_step
+    assert isinstance(machine.pipeline, AsyncTrainingFlow)
     assert [p.version for p in machine.pipeline.publications] == [start, first_step]
 
 

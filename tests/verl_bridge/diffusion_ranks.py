@@ -26,7 +26,7 @@ from recipe.async_pipeline.diffusion.families import StableDiffusion3, stacked
 from recipe.async_pipeline.diffusion.model_folder import ModelFolder
 from recipe.async_pipeline.diffusion.policy import evaluate
 from recipe.async_pipeline.diffusion.seeds import seed_of
-from recipe.async_pipeline.diffusion.step_engine import Request, Sample, Sampling, StepEngine
+from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.diffusion.windows import RandomWindow
 from recipe.async_pipeline.verl_bridge.workers import diffusion_engine  # noqa: F401  registers it
@@ -62,7 +62,7 @@ def sampled(folder: ModelFolder) -> dict[str, Any]:
     for index in range(SAMPLES):
         group = index // 4
         engine.submit(
-            Request(
+            SampleRequest(
                 name=str(index),
                 conditions=tiny_conditions(group),
                 seed=seed_of(index),
@@ -75,7 +75,7 @@ def sampled(folder: ModelFolder) -> dict[str, Any]:
                 ),
             )
         )
-    done: dict[int, Sample] = {}
+    done: dict[int, FinishedSample] = {}
     while engine.busy:
         done |= {int(sample.name): sample for sample in engine.step()}
     rows = [done[index] for index in range(SAMPLES)]

@@ -28,10 +28,10 @@ from recipe.async_pipeline.verl_bridge.host_memory_service import (
 )
 from recipe.async_pipeline.verl_bridge.object_store_transport import Route
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.host_memory import Status
+from recipe.async_pipeline.weight_sync.host_memory import HostStatus
 from recipe.async_pipeline.weight_sync.host_slots import this_process
-from recipe.async_pipeline.weight_sync.manifest import Ticket
-from recipe.async_pipeline.weight_sync.receiver import Verdict
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket
+from recipe.async_pipeline.weight_sync.receiver import BucketVerdict
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.real_engine
@@ -58,7 +58,7 @@ def nodes() -> Iterator[list[str]]:
 class Consumer:
     """The receiving half of a process that computes with published weights."""
 
-    async def load(self, ticket: Ticket, memories: HostMemories) -> tuple[dict[str, float], list[str]]:
+    async def load(self, ticket: WeightTicket, memories: HostMemories) -> tuple[dict[str, float], list[str]]:
         """Return the sums of all tensors, and the names of the segments that hold them."""
         local = await memories.fetch(ticket, this_process("a consumer"), LIMIT_S)
         sums = {name: float(t.double().sum()) for name, t in ArenaReader().tensors(local).items()}
@@ -85,13 +85,13 @@ def services() -> Iterator[MemoryServices]:
     asyncio.run(made.close())
 
 
-def gathered(writer: ArenaWriter, version: int, host: str) -> tuple[Ticket, dict[str, float]]:
+def gathered(writer: ArenaWriter, version: int, host: str) -> tuple[WeightTicket, dict[str, float]]:
     weights = {name: tensor + version for name, tensor in WEIGHTS.items()}
     ticket = msgspec.structs.replace(writer.gather(version, weights.items()), host=host)
     return ticket, {name: float(t.double().sum()) for name, t in weights.items()}
 
 
-def statuses(memories: HostMemories) -> dict[str, Status]:
+def statuses(memories: HostMemories) -> dict[str, HostStatus]:
     found = {node: service.status.remote() for node, service in memories.route.services.items()}
     return {node: ray.get(status, timeout=LIMIT_S) for node, status in found.items()}
 
@@ -119,7 +119,7 @@ def test_every_host_receives_each_version_once_and_the_trainers_host_sends_it_tw
             and not status.lent
         )
         if node != nodes[0]:
-            assert status.verdicts == {Verdict.ACCEPTED: 3 * buckets}
+            assert status.verdicts == {BucketVerdict.ACCEPTED: 3 * buckets}
             assert status.num_bytes <= 1.1 * 2 * ticket.num_bytes
 
 

@@ -10,17 +10,17 @@ import re
 import socket
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.async_pipeline import verl_bridge
 from recipe.async_pipeline.config.paths import MODE, OWN, PATCH_FREE, walk
 from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.strategies import STRATEGIES
+from recipe.async_pipeline.verl_bridge import replaced
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke, refused
 
@@ -385,7 +385,7 @@ def test_a_missing_plugin_is_an_error(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.plugin"), "_loaded", False)
+    monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.plugin_state"), "_loaded", False)
     assert "pip install -e ." in refused(launch, smoke(), capsys)
 
 
@@ -410,8 +410,12 @@ def test_missing_patches_are_an_error(
 def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Record the calls to a fake TransferQueue and to `atexit.register`."""
     calls: dict[str, list[Any]] = {"init": [], "exit": [], "installed": []}
-    ours = SimpleNamespace(install=lambda: calls["installed"].append(len(calls["init"])))
-    monkeypatch.setattr(verl_bridge, "sample_store", ours, raising=False)
+
+    def apply(part: str) -> None:
+        assert part == "sample store"
+        calls["installed"].append(len(calls["init"]))
+
+    monkeypatch.setattr(replaced, "apply", apply)
     module = ModuleType("transfer_queue")
     module.init = calls["init"].append  # type: ignore[attr-defined]
     module.close = lambda: None  # type: ignore[attr-defined]

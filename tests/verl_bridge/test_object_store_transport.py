@@ -14,11 +14,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.verl_bridge.object_store_transport import FromService, Route
-from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket, encode, joined
+from recipe.async_pipeline.weight_sync.manifest import Manifest, WeightTicket, encode, joined
 from recipe.async_pipeline.weight_sync.shares import Bucket
 
 pytestmark = pytest.mark.real_engine
-TICKET = Ticket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.0, host="a" * 20)
+TICKET = WeightTicket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.0, host="a" * 20)
 MANIFEST = Manifest(version=3, tensors=(), buckets=(), samples=())
 BUCKET = Bucket(0, 2)
 

@@ -51,7 +51,7 @@ def test_transfer_queue_stores_and_sends_the_same(
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
     rows = [response_fields(prompt, response, i) for i, (prompt, response) in enumerate(lengths)]
-    plain, verls = columns.Columns(rows), list_of_dict_to_tensordict(rows)
+    plain, verls = columns.SampleColumns(rows), list_of_dict_to_tensordict(rows)
     assert plain.batch_size[0] == verls.batch_size[0]
     assert list(plain.keys()) == list(verls.keys())
 

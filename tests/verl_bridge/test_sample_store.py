@@ -11,23 +11,33 @@ from typing import Any
 import psutil
 import pytest
 
+from recipe.async_pipeline.verl_bridge import replaced
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 
 
+def users(load: Load) -> tuple[ModuleType, ModuleType]:
+    return load("transfer_queue.client"), load("transfer_queue.storage.simple_storage")
+
+
 @pytest.fixture
 def store(load: Load, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = load("recipe.async_pipeline.verl_bridge.sample_store")
-    monkeypatch.setattr(module.common, "psutil", psutil)
-    for user in (module.client, module.simple_storage):
+    common = load("transfer_queue.utils.common")
+    monkeypatch.setattr(common, "psutil", psutil)
+    for user in users(load):
         monkeypatch.setattr(user, "TQ_NUM_THREADS", 8)
     return module
 
 
 @pytest.mark.parametrize("cores", [2, 64])
 def test_the_cores_are_counted_once(
-    store: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cores: int
+    load: Load,
+    store: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cores: int,
 ) -> None:
     counted: list[bool] = []
 
@@ -38,7 +48,7 @@ def test_the_cores_are_counted_once(
     monkeypatch.setattr(psutil, "cpu_count", count)
     store.count_cores_once()
     with caplog.at_level(logging.WARNING):
-        for user in (store.client, store.simple_storage):
+        for user in users(load):
             assert user.TQ_NUM_THREADS == min(8, cores)
             with user.limit_pytorch_auto_parallel_threads(target_num_threads=user.TQ_NUM_THREADS):
                 pass
@@ -46,8 +56,11 @@ def test_the_cores_are_counted_once(
     assert not caplog.records
 
 
-def test_init_starts_the_classes_of_this_package(store: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    bootstrap, interface = store.simple_storage_bootstrap, store.interface
+def test_init_starts_the_classes_of_this_package(
+    load: Load, store: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bootstrap = load("transfer_queue.storage.bootstrap.simple_storage_bootstrap")
+    interface = load("transfer_queue.interface")
     places = [
         (bootstrap, "SimpleStorageUnit", store.PipelineSimpleStorageUnit),
         (interface, "TransferQueueController", store.PipelineTransferQueueController),
@@ -55,7 +68,7 @@ def test_init_starts_the_classes_of_this_package(store: ModuleType, monkeypatch:
     stock = {name: getattr(module, name) for module, name, _ in places}
     for module, name, _ in places:
         monkeypatch.setattr(module, name, stock[name])
-    store.install()
+    replaced.apply("sample store")
     for module, name, ours in places:
         made: Any = getattr(module, name)
         assert issubclass(made.__ray_metadata__.modified_class, ours)

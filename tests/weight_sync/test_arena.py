@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.arena import Arena, ArenaReader, ArenaWriter, Part
+from recipe.async_pipeline.weight_sync.arena import Arena, ArenaReader, ArenaWriter, HeldBlock
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import ALIGN, Announcement, Manifest
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
@@ -409,21 +409,23 @@ class Threads:
         return Rank()
 
 
-def rows_of(whole: Weights, rank: int, count: int) -> list[Part]:
+def rows_of(whole: Weights, rank: int, count: int) -> list[HeldBlock]:
     """Rows in chunks, as FSDP2 cuts them: the last ranks may have fewer, or none. Scalars are rank 0's."""
     parts = []
     for name, tensor in whole.items():
         if tensor.dim() == 0:
-            parts.append(Part(name, (), tensor.dtype, (), tensor if rank == 0 else None))
+            parts.append(HeldBlock(name, (), tensor.dtype, (), tensor if rank == 0 else None))
             continue
         height = -(-tensor.shape[0] // count)
         first = min(rank * height, tensor.shape[0])
         block = tensor[first : first + height]
-        parts.append(Part(name, tuple(tensor.shape), tensor.dtype, (first, *[0] * (tensor.dim() - 1)), block))
+        parts.append(
+            HeldBlock(name, tuple(tensor.shape), tensor.dtype, (first, *[0] * (tensor.dim() - 1)), block)
+        )
     return parts
 
 
-def columns_of(whole: Weights, rank: int, count: int) -> list[Part]:
+def columns_of(whole: Weights, rank: int, count: int) -> list[HeldBlock]:
     parts = []
     for name, tensor in whole.items():
         if tensor.dim() < 2:
@@ -432,11 +434,13 @@ def columns_of(whole: Weights, rank: int, count: int) -> list[Part]:
         width = -(-tensor.shape[1] // count)
         first = min(rank * width, tensor.shape[1])
         offset = (0, first, *[0] * (tensor.dim() - 2))
-        parts.append(Part(name, tuple(tensor.shape), tensor.dtype, offset, tensor[:, first : first + width]))
+        parts.append(
+            HeldBlock(name, tuple(tensor.shape), tensor.dtype, offset, tensor[:, first : first + width])
+        )
     return parts
 
 
-def interleaved_rows_of(whole: Weights, rank: int, count: int) -> list[Part]:
+def interleaved_rows_of(whole: Weights, rank: int, count: int) -> list[HeldBlock]:
     """Rows that lie between others in memory, one by one: a view with one dimension more than the block."""
     parts = []
     for part in rows_of(whole, rank, count):

@@ -15,7 +15,7 @@ import pytest
 
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.board import Board, await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Failure, Manifest, Ticket, encode
+from recipe.async_pipeline.weight_sync.manifest import Failure, Manifest, WeightTicket, encode
 from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR
 
 
@@ -31,8 +31,8 @@ def manifest(version: int) -> Manifest:
     return Manifest(version, (), (), ())
 
 
-def ticket(board: Board, version: int = 3, pid: int | None = None) -> Ticket:
-    return Ticket(version, board.name, os.getpid() if pid is None else pid, num_bytes=0, gather_s=0.0)
+def ticket(board: Board, version: int = 3, pid: int | None = None) -> WeightTicket:
+    return WeightTicket(version, board.name, os.getpid() if pid is None else pid, num_bytes=0, gather_s=0.0)
 
 
 def test_the_last_message_is_read_by_name(board: Board) -> None:

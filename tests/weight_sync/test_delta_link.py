@@ -17,10 +17,10 @@ from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.delta import difference
 from recipe.async_pipeline.weight_sync.delta_link import KEPT, Differences
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, VersionRequest
 from recipe.async_pipeline.weight_sync.host_slots import Reader
-from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket
-from recipe.async_pipeline.weight_sync.receiver import Incoming, Verdict
+from recipe.async_pipeline.weight_sync.manifest import Manifest, WeightTicket
+from recipe.async_pipeline.weight_sync.receiver import BucketVerdict, Incoming
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from recipe.async_pipeline.weight_sync.shares import Bucket
 from recipe.async_pipeline.weight_sync.transport import Header
@@ -34,7 +34,9 @@ MAKE = "recipe.async_pipeline.weight_sync.delta_link.difference"
 class Link:
     """A transport that has another host lend buckets, and counts what travels."""
 
-    def __init__(self, sender: HostMemory, asks: Callable[[Ticket], Request], ticket: Ticket) -> None:
+    def __init__(
+        self, sender: HostMemory, asks: Callable[[WeightTicket], VersionRequest], ticket: WeightTicket
+    ) -> None:
         self._sender, self._asks, self._ticket = sender, asks, ticket
         self.sent: list[tuple[int | None, int]] = []
         """The base and the bytes of each bucket."""
@@ -59,27 +61,27 @@ class Hosts:
         self.weights = {f"w{i}": torch.randn(4096) for i in range(BUCKETS)}
         self.trainer, self.here, self.leaf = (HostMemory(name, lambda r: True) for name in ("t", "h", "l"))
 
-    def publish(self, version: int) -> Ticket:
+    def publish(self, version: int) -> WeightTicket:
         for values in self.weights.values():
             values[version::1000] += 1
         ticket = self.writer.gather(version, self.weights.items())
         return msgspec.structs.replace(ticket, host="t")
 
-    async def receive(self, ticket: Ticket, link: Link | None = None, *, delta: bool = True) -> Link:
+    async def receive(self, ticket: WeightTicket, link: Link | None = None, *, delta: bool = True) -> Link:
         """Receive a version, and require the trainer's values."""
-        link = link or Link(self.trainer, lambda asked: Request(asked, [], LIMIT_S), ticket)
-        link._asks = lambda asked: Request(asked, [link], LIMIT_S)
+        link = link or Link(self.trainer, lambda asked: VersionRequest(asked, [], LIMIT_S), ticket)
+        link._asks = lambda asked: VersionRequest(asked, [link], LIMIT_S)
         await self._receive(self.here, ticket, link, delta)
         return link
 
-    async def relay(self, ticket: Ticket, below: Link) -> Link:
+    async def relay(self, ticket: WeightTicket, below: Link) -> Link:
         """Receive a version from the host that received it from the trainer."""
-        link = Link(self.here, lambda asked: Request(asked, [below], LIMIT_S), ticket)
+        link = Link(self.here, lambda asked: VersionRequest(asked, [below], LIMIT_S), ticket)
         await self._receive(self.leaf, ticket, link, True)
         return link
 
-    async def _receive(self, memory: HostMemory, ticket: Ticket, link: Link, delta: bool) -> None:
-        local = await memory.fetch(Request(ticket, [link], LIMIT_S, delta), READER)
+    async def _receive(self, memory: HostMemory, ticket: WeightTicket, link: Link, delta: bool) -> None:
+        local = await memory.fetch(VersionRequest(ticket, [link], LIMIT_S, delta), READER)
         memory.release(READER, ticket.version)
         reader = ArenaReader()
         reader.verify(local)
@@ -156,11 +158,11 @@ def test_a_damaged_difference_is_replaced_by_the_whole_bucket(spoil: Callable[[b
     async def main(hosts: Hosts) -> None:
         await hosts.receive(hosts.publish(0))
         ticket = hosts.publish(1)
-        link = Link(hosts.trainer, lambda asked: Request(asked, [], LIMIT_S), ticket)
+        link = Link(hosts.trainer, lambda asked: VersionRequest(asked, [], LIMIT_S), ticket)
         link.spoil = spoil
         await hosts.receive(ticket, link)
         assert sorted(base is None for base, _ in link.sent) == [False] * BUCKETS + [True] * BUCKETS
-        assert hosts.here.status().verdicts[Verdict.TRUNCATED] == BUCKETS
+        assert hosts.here.status().verdicts[BucketVerdict.TRUNCATED] == BUCKETS
 
     run(main)
 
@@ -173,7 +175,7 @@ def test_a_base_that_was_overwritten_is_found_by_the_checksum(monkeypatch: pytes
         monkeypatch.setattr(MAKE, lambda old, new, item: difference(old ^ 1, new, item))
         link = await hosts.receive(hosts.publish(1))
         assert [base for base, _ in link.sent].count(None) == BUCKETS
-        assert hosts.here.status().verdicts[Verdict.CORRUPT] == BUCKETS
+        assert hosts.here.status().verdicts[BucketVerdict.CORRUPT] == BUCKETS
 
     run(main)
 
@@ -211,7 +213,7 @@ def test_a_difference_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch)
     async def main(hosts: Hosts) -> None:
         await hosts.receive(hosts.publish(0))
         ticket = hosts.publish(1)
-        link = Link(hosts.trainer, lambda asked: Request(asked, [link], LIMIT_S), ticket)
+        link = Link(hosts.trainer, lambda asked: VersionRequest(asked, [link], LIMIT_S), ticket)
 
         def fail(*arguments: Any) -> bytes | None:
             raise MemoryError("no memory for a difference")

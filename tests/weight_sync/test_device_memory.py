@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, Part
+from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
 from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket
+from recipe.async_pipeline.weight_sync.manifest import Manifest, WeightTicket
 from recipe.async_pipeline.weight_sync.memory_work import copy_all
 from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
 from tests.fakes.simulated_device import DEVICE, SimulatedDevice, WrongMemory, simulated_device
@@ -54,21 +54,21 @@ def on_device(tensors: Weights) -> Weights:
     return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
-def gather_whole(writer: ArenaWriter, version: int, tensors: Weights) -> Ticket:
+def gather_whole(writer: ArenaWriter, version: int, tensors: Weights) -> WeightTicket:
     return writer.gather(version, tensors.items())
 
 
-def gather_parts(writer: ArenaWriter, version: int, tensors: Weights) -> Ticket:
+def gather_parts(writer: ArenaWriter, version: int, tensors: Weights) -> WeightTicket:
     ticket = writer.gather_parts(version, parts_of(tensors))
     assert ticket is not None
     return ticket
 
 
-def parts_of(tensors: Weights) -> list[Part]:
-    return [Part(n, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for n, t in tensors.items()]
+def parts_of(tensors: Weights) -> list[HeldBlock]:
+    return [HeldBlock(n, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for n, t in tensors.items()]
 
 
-Gather = Callable[[ArenaWriter, int, Weights], Ticket]
+Gather = Callable[[ArenaWriter, int, Weights], WeightTicket]
 both_ways = pytest.mark.parametrize("gather", [gather_whole, gather_parts])
 
 

@@ -16,7 +16,7 @@ from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.element_map import View
 from recipe.async_pipeline.weight_sync.engine_adapter import Delivered, Expected
 from recipe.async_pipeline.weight_sync.manifest import Manifest, TensorEntry
-from recipe.async_pipeline.weight_sync.map_check import Checked, check_map
+from recipe.async_pipeline.weight_sync.map_check import CheckedMap, check_map
 from recipe.async_pipeline.weight_sync.proof import Prover
 from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter, holds
 from recipe.async_pipeline.weight_sync.standby_copy import StandbyCopy
@@ -311,7 +311,7 @@ def test_parts_may_be_published_as_one(publish: Publish, size: int) -> None:
 def test_a_map_is_checked_once(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[Manifest] = []
 
-    def counted(manifest: Manifest, delivered: Delivered) -> Checked:
+    def counted(manifest: Manifest, delivered: Delivered) -> CheckedMap:
         checks.append(manifest)
         return check_map(manifest, delivered)
 

@@ -15,7 +15,7 @@ from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import ProofError, WaitTimeout
 from recipe.async_pipeline.weight_sync.fleet import Fleet
 from recipe.async_pipeline.weight_sync.keeper import CHECK_EVERY_S
-from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket
 from recipe.async_pipeline.weight_sync.registry import LATE_FACTOR, LATE_GRACE_S, ConsumerState, LoadPhase
 from tests.fakes.consumers import (
     GRACE_S,
@@ -275,7 +275,7 @@ def test_a_wait_names_what_each_consumer_does() -> None:
             Replica("a", prepare_s=1.0), Replica("b", prepare_s=1.0), Replica("c", prepare_s=5.0)
         )
         update = asyncio.create_task(
-            fleet.publish(Ticket(version=7, board="b", pid=1, num_bytes=8, gather_s=0.1))
+            fleet.publish(WeightTicket(version=7, board="b", pid=1, num_bytes=8, gather_s=0.1))
         )
         await asyncio.sleep(2)
         assert fleet._hold_ups() == (

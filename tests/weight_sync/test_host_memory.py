@@ -22,10 +22,10 @@ from recipe.async_pipeline.errors import CorruptionError, WaitTimeout, WeightSyn
 from recipe.async_pipeline.weight_sync import host_memory
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, VersionRequest
 from recipe.async_pipeline.weight_sync.host_slots import Reader, runs, this_process
-from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket
-from recipe.async_pipeline.weight_sync.receiver import ATTEMPTS, Verdict
+from recipe.async_pipeline.weight_sync.manifest import Manifest, WeightTicket
+from recipe.async_pipeline.weight_sync.receiver import ATTEMPTS, BucketVerdict
 from recipe.async_pipeline.weight_sync.relay import parent_of, tree
 from recipe.async_pipeline.weight_sync.segment import Segment
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
@@ -38,8 +38,8 @@ LIMIT_S = 30.0
 Spoil = Callable[[Bucket, int, bytes], bytes]
 
 
-def ticket(version: int, host: str = "trainer") -> Ticket:
-    return Ticket(version=version, board="b", pid=os.getpid(), num_bytes=8, gather_s=0.0, host=host)
+def ticket(version: int, host: str = "trainer") -> WeightTicket:
+    return WeightTicket(version=version, board="b", pid=os.getpid(), num_bytes=8, gather_s=0.0, host=host)
 
 
 class Trainer:
@@ -61,8 +61,8 @@ class Trainer:
         return header_of(manifest(self.version), bucket.sequence), self.spoil(bucket, attempt, data)
 
 
-def request(trainer: Trainer, timeout_s: float = LIMIT_S) -> Request:
-    return Request(ticket(trainer.version), [trainer], timeout_s)
+def request(trainer: Trainer, timeout_s: float = LIMIT_S) -> VersionRequest:
+    return VersionRequest(ticket(trainer.version), [trainer], timeout_s)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_two_versions_are_kept_in_the_memory_of_two() -> None:
         status = memory.status()
         assert status.versions == [3, 4] and status.received == 5
         assert status.num_bytes == 2 * sum(SIZES)
-        assert status.verdicts == {Verdict.ACCEPTED: 5 * len(SIZES)}
+        assert status.verdicts == {BucketVerdict.ACCEPTED: 5 * len(SIZES)}
 
     run(main)
 
@@ -211,7 +211,7 @@ def test_the_trainers_host_maps_its_memory_and_checks_it_once(monkeypatch: pytes
                 on_host = msgspec.structs.replace(gathered, host="here")
                 await asyncio.to_thread(await_manifest, on_host, LIMIT_S)
                 monkeypatch.setattr(Segment, "checksum", counted)
-                wanted = Request(on_host, [Trainer(version)], LIMIT_S)
+                wanted = VersionRequest(on_host, [Trainer(version)], LIMIT_S)
                 found = [await memory.fetch(wanted, reader) for reader in (FIRST, SECOND)]
                 monkeypatch.undo()
                 assert found[0] == found[1]
@@ -237,9 +237,9 @@ def test_a_bucket_that_stays_corrupt_on_the_trainers_host_is_an_error(
             segment = Segment(found.buckets[0].segment, 36, create=False)
             segment.bytes[3] ^= 1
             with pytest.raises(CorruptionError, match="is corrupt"):
-                await memory.fetch(Request(on_host, [Trainer(0)], LIMIT_S), FIRST)
+                await memory.fetch(VersionRequest(on_host, [Trainer(0)], LIMIT_S), FIRST)
             segment.bytes[3] ^= 1
-            await memory.fetch(Request(on_host, [Trainer(0)], LIMIT_S), FIRST)
+            await memory.fetch(VersionRequest(on_host, [Trainer(0)], LIMIT_S), FIRST)
             segment.close()
         finally:
             writer.close()
@@ -295,11 +295,11 @@ class Link:
             return header, bytes(data)
 
 
-def wanted(hosts: dict[str, Host], origin: Trainer, names: tuple[str, ...], host: str) -> Request:
+def wanted(hosts: dict[str, Host], origin: Trainer, names: tuple[str, ...], host: str) -> VersionRequest:
     parent = parent_of(names, host)
     root = Link(hosts, origin, names, names[0])
     relay = None if parent in (None, names[0]) else Link(hosts, origin, names, str(parent))
-    return Request(ticket(origin.version, names[0]), [Relayed(root, relay)], LIMIT_S)
+    return VersionRequest(ticket(origin.version, names[0]), [Relayed(root, relay)], LIMIT_S)
 
 
 async def distributed(

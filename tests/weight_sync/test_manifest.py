@@ -21,7 +21,7 @@ from recipe.async_pipeline.weight_sync.manifest import (
     Manifest,
     Sample,
     TensorEntry,
-    Ticket,
+    WeightTicket,
     decode,
     decode_announcement,
     decode_ticket,
@@ -159,7 +159,7 @@ def survives(data: bytes) -> None:
             found = parse(data)
         except WeightSyncError:
             continue
-        assert isinstance(found, Manifest | Ticket | Failure)
+        assert isinstance(found, Manifest | WeightTicket | Failure)
 
 
 @HOSTILE
@@ -171,9 +171,9 @@ def test_any_bytes(data: bytes) -> None:
 @HOSTILE
 @given(data=st.data())
 def test_a_true_message_that_was_cut_or_changed_on_its_way(data: st.DataObject) -> None:
-    messages: list[Manifest | Ticket | Failure] = [
+    messages: list[Manifest | WeightTicket | Failure] = [
         manifest(tensor("a"), tensor("b", 8)),
-        Ticket(3, "b", 7, 96, 0.25),
+        WeightTicket(3, "b", 7, 96, 0.25),
         Failure("x"),
     ]
     whole = encode(data.draw(st.sampled_from(messages)))
@@ -201,8 +201,8 @@ MANIFESTS = st.builds(
 
 @pytest.mark.slow
 @HOSTILE
-@given(made=st.one_of(MANIFESTS, st.builds(Ticket, NUMBERS, WORDS, NUMBERS, NUMBERS, st.floats())))
-def test_a_message_of_the_right_form_with_any_content(made: Manifest | Ticket) -> None:
+@given(made=st.one_of(MANIFESTS, st.builds(WeightTicket, NUMBERS, WORDS, NUMBERS, NUMBERS, st.floats())))
+def test_a_message_of_the_right_form_with_any_content(made: Manifest | WeightTicket) -> None:
     survives(encode(made))
 
 
@@ -227,7 +227,7 @@ def test_a_board_says_a_manifest_or_a_failure() -> None:
 
 
 def test_a_ticket_is_no_manifest_and_the_other_way_round() -> None:
-    ticket = Ticket(version=3, board="b", pid=7, num_bytes=96, gather_s=0.25)
+    ticket = WeightTicket(version=3, board="b", pid=7, num_bytes=96, gather_s=0.25)
     assert decode_ticket(encode(ticket)) == ticket
     with pytest.raises(WeightSyncError, match="not a weight manifest"):
         decode(encode(ticket))

@@ -20,10 +20,10 @@ from recipe.async_pipeline.weight_sync.manifest import Manifest
 from recipe.async_pipeline.weight_sync.receiver import (
     ATTEMPTS,
     IN_FLIGHT,
+    BucketVerdict,
     Fetch,
     Incoming,
     Slot,
-    Verdict,
     receive,
 )
 from recipe.async_pipeline.weight_sync.segment import Segment
@@ -46,7 +46,7 @@ class Deliveries(RuleBasedStateMachine):
         self.arrived: set[int] = set()
         self.complete: Manifest | None = None
         self.expected: list[bytes] = []
-        self.counts: Counter[Verdict] = Counter()
+        self.counts: Counter[BucketVerdict] = Counter()
         self.last = -1
 
     def teardown(self) -> None:
@@ -62,7 +62,7 @@ class Deliveries(RuleBasedStateMachine):
         self.incoming = Incoming([self.awaited], self.slots[self.filling])
         self.arrived, self.counts = set(), Counter()
 
-    def deliver(self, header: bytes, data: bytes, verdict: Verdict) -> None:
+    def deliver(self, header: bytes, data: bytes, verdict: BucketVerdict) -> None:
         assert self.incoming is not None
         assert self.incoming.accept(header, data) is verdict
         self.counts[verdict] += 1
@@ -73,7 +73,7 @@ class Deliveries(RuleBasedStateMachine):
         assert self.awaited is not None
         version = self.awaited.version
         data = payload(version, sequence, self.sizes[sequence])
-        verdict = Verdict.REPEATED if sequence in self.arrived else Verdict.ACCEPTED
+        verdict = BucketVerdict.REPEATED if sequence in self.arrived else BucketVerdict.ACCEPTED
         self.deliver(header_of(self.awaited, sequence), data, verdict)
         self.arrived.add(sequence)
 
@@ -83,7 +83,7 @@ class Deliveries(RuleBasedStateMachine):
         assert self.awaited is not None
         data = bytearray(payload(self.awaited.version, sequence, self.sizes[sequence]))
         data[at] ^= flip
-        verdict = Verdict.REPEATED if sequence in self.arrived else Verdict.CORRUPT
+        verdict = BucketVerdict.REPEATED if sequence in self.arrived else BucketVerdict.CORRUPT
         self.deliver(header_of(self.awaited, sequence), bytes(data), verdict)
 
     @precondition(lambda self: self.awaited is not None)
@@ -91,7 +91,7 @@ class Deliveries(RuleBasedStateMachine):
     def arrive_short(self, sequence: int, kept: int) -> None:
         assert self.awaited is not None
         data = payload(self.awaited.version, sequence, self.sizes[sequence])[:kept]
-        verdict = Verdict.REPEATED if sequence in self.arrived else Verdict.TRUNCATED
+        verdict = BucketVerdict.REPEATED if sequence in self.arrived else BucketVerdict.TRUNCATED
         self.deliver(header_of(self.awaited, sequence), data, verdict)
 
     @precondition(lambda self: self.awaited is not None)
@@ -100,7 +100,9 @@ class Deliveries(RuleBasedStateMachine):
         assert self.awaited is not None
         version = self.awaited.version + away
         self.deliver(
-            header_of(manifest(version), sequence), payload(version, sequence, SIZES[sequence]), Verdict.STALE
+            header_of(manifest(version), sequence),
+            payload(version, sequence, SIZES[sequence]),
+            BucketVerdict.STALE,
         )
 
     @precondition(lambda self: self.awaited is not None)
@@ -109,12 +111,12 @@ class Deliveries(RuleBasedStateMachine):
         assert self.awaited is not None
         sequence, count = header
         encoded = msgspec.msgpack.encode(Header(self.awaited.version, sequence, count, 8))
-        self.deliver(encoded, bytes(8), Verdict.UNKNOWN)
+        self.deliver(encoded, bytes(8), BucketVerdict.UNKNOWN)
 
     @precondition(lambda self: self.awaited is not None)
     @rule(noise=st.binary(max_size=12))
     def arrive_with_nonsense_for_a_header(self, noise: bytes) -> None:
-        self.deliver(b"\xc1" + noise, b"", Verdict.CORRUPT)
+        self.deliver(b"\xc1" + noise, b"", BucketVerdict.CORRUPT)
 
     @precondition(lambda self: self.awaited is not None and len(self.arrived) == len(SIZES))
     @rule()
@@ -182,7 +184,7 @@ def test_any_header_has_a_verdict(data: st.DataObject) -> None:
             st.one_of(st.just(bytes(whole)), st.binary(max_size=30), st.just(pickle.dumps(print)))
         )
         size = data.draw(st.sampled_from([0, SIZES[0], 10 * SIZES[0]]))
-        assert incoming.accept(header, payload(1, 0, size)) in Verdict
+        assert incoming.accept(header, payload(1, 0, size)) in BucketVerdict
     finally:
         slot.close()
 
@@ -218,7 +220,7 @@ def test_a_bucket_that_comes_broken_is_fetched_again(slot: Slot) -> None:
 
     local, incoming = asyncio.run(main())
     assert read(local) == whole(4)
-    assert incoming.verdicts == {Verdict.ACCEPTED: 3, Verdict.TRUNCATED: 2}
+    assert incoming.verdicts == {BucketVerdict.ACCEPTED: 3, BucketVerdict.TRUNCATED: 2}
 
 
 def test_a_bucket_that_always_comes_broken_ends_the_load(slot: Slot) -> None:
@@ -304,4 +306,4 @@ def test_a_second_copy_does_not_overwrite_one_that_is_being_checked(slot: Slot) 
 
     slot.memory = in_between  # type: ignore[method-assign]
     verdicts.append(incoming.accept(header, payload(1, 0, SIZES[0])))
-    assert verdicts == [Verdict.REPEATED, Verdict.ACCEPTED]
+    assert verdicts == [BucketVerdict.REPEATED, BucketVerdict.ACCEPTED]

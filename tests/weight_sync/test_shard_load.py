@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, Part
+from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Manifest
 from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
@@ -37,20 +37,20 @@ def published() -> Iterator[Published]:
     writer.close()
 
 
-def cut(tensors: dict[str, torch.Tensor], rank: int, ranks: int, dim: int) -> list[Part]:
+def cut(tensors: dict[str, torch.Tensor], rank: int, ranks: int, dim: int) -> list[HeldBlock]:
     """What one of several ranks holds, if each tensor is cut along one dimension; the last may hold
     nothing.
     """
     parts = []
     for name, whole in tensors.items():
         if whole.dim() == 0:
-            parts.append(Part(name, (), whole.dtype, (), whole.clone()))
+            parts.append(HeldBlock(name, (), whole.dtype, (), whole.clone()))
             continue
         along = min(dim, whole.dim() - 1)
         blocks = whole.clone().tensor_split(ranks, along)
         first = sum(block.shape[along] for block in blocks[:rank])
         offset = tuple(first if d == along else 0 for d in range(whole.dim()))
-        parts.append(Part(name, tuple(whole.shape), whole.dtype, offset, blocks[rank]))
+        parts.append(HeldBlock(name, tuple(whole.shape), whole.dtype, offset, blocks[rank]))
     return parts
 
 

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, Part
+from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
 from recipe.async_pipeline.weight_sync.board import await_announcement, await_manifest
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, VersionRequest
 from recipe.async_pipeline.weight_sync.host_slots import this_process
 from recipe.async_pipeline.weight_sync.manifest import (
     Manifest,
     Share,
-    Ticket,
+    WeightTicket,
     decode_announcement,
     encode,
     joined,
@@ -64,13 +64,13 @@ class Slice(NamedTuple):
     end: int
 
 
-def part(name: str, tensor: torch.Tensor, held: Slice | None) -> Part:
+def part(name: str, tensor: torch.Tensor, held: Slice | None) -> HeldBlock:
     shape = tuple(tensor.shape)
     if held is None:
-        return Part(name, shape, tensor.dtype, (0,) * tensor.dim(), None)
+        return HeldBlock(name, shape, tensor.dtype, (0,) * tensor.dim(), None)
     offset = tuple(held.start if d == held.dim else 0 for d in range(tensor.dim()))
     values = tensor.narrow(held.dim, held.start, held.end - held.start) if tensor.dim() else tensor
-    return Part(name, shape, tensor.dtype, offset, values)
+    return HeldBlock(name, shape, tensor.dtype, offset, values)
 
 
 class Cluster:
@@ -86,10 +86,10 @@ class Cluster:
                 self.writers.append(ArenaWriter(BUCKET_BYTES, 3, dtype, of_rank))
                 self.hosts.append(host)
 
-    def gather(self, version: int, weights: Weights, held: dict[str, list[Slice | None]]) -> Ticket:
+    def gather(self, version: int, weights: Weights, held: dict[str, list[Slice | None]]) -> WeightTicket:
         """Have all ranks write; `held` has a slice of each tensor for each rank."""
 
-        def write(rank: int) -> Ticket | None:
+        def write(rank: int) -> WeightTicket | None:
             parts = [part(name, tensor, held[name][rank]) for name, tensor in weights.items()]
             return self.writers[rank].gather_parts(version, parts)
 
@@ -108,15 +108,15 @@ class Cluster:
             writer.close()
 
 
-def mapped(ticket: Ticket) -> Request:
+def mapped(ticket: WeightTicket) -> VersionRequest:
     reader = ArenaReader()
-    return Request(ticket, [Mapped(reader, share, LIMIT_S) for share in ticket.shares], LIMIT_S)
+    return VersionRequest(ticket, [Mapped(reader, share, LIMIT_S) for share in ticket.shares], LIMIT_S)
 
 
 class FromMemory:
     """A transport of one share from another host's memory."""
 
-    def __init__(self, memory: HostMemory, request: Request, share: int) -> None:
+    def __init__(self, memory: HostMemory, request: VersionRequest, share: int) -> None:
         self.memory, self.request, self.share = memory, request, share
 
     async def announced(self) -> Any:
@@ -127,13 +127,15 @@ class FromMemory:
             return header, bytes(payload)
 
 
-async def received(ticket: Ticket) -> list[Weights]:
+async def received(ticket: WeightTicket) -> list[Weights]:
     """Return what three hosts have: the first from the training hosts, the second from it, the third is a
     training host.
     """
     first, second, third = HostMemory("first"), HostMemory("second"), HostMemory("host 0")
     request, reader = mapped(ticket), this_process("a test")
-    relayed = Request(ticket, [FromMemory(first, request, i) for i in range(len(ticket.shares))], LIMIT_S)
+    relayed = VersionRequest(
+        ticket, [FromMemory(first, request, i) for i in range(len(ticket.shares))], LIMIT_S
+    )
     try:
         found = [
             await first.fetch(request, reader),
@@ -330,11 +332,11 @@ def test_a_block_that_is_joined_in_a_wrong_place_is_noticed() -> None:
             (block,) = found.blocks
             return changed(found, blocks=(msgspec.structs.replace(block, start=(32 - block.start[0], 0)),))
 
-    async def main(ticket: Ticket) -> None:
+    async def main(ticket: WeightTicket) -> None:
         memory, reader = HostMemory("consumer"), ArenaReader()
         try:
             transports = [Exchanged(reader, share, LIMIT_S) for share in ticket.shares]
-            await memory.fetch(Request(ticket, transports, LIMIT_S), this_process("a test"))
+            await memory.fetch(VersionRequest(ticket, transports, LIMIT_S), this_process("a test"))
         finally:
             await memory.close()
 

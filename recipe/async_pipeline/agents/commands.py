@@ -55,7 +55,7 @@ class Finished(NamedTuple):
     stderr: str
     """Its end."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describe how it ended, with the last lines that it wrote."""
         last = [line for line in (self.stderr or self.stdout).splitlines() if line.strip()][-3:]
         how = f"exit status {self.status}"

@@ -29,7 +29,7 @@ CLOSE_S = 5.0
 """Seconds that an environment gets to close itself."""
 
 
-class Host(Protocol):
+class EnvironmentHost(Protocol):
     """Runs one environment. At most one call at a time."""
 
     async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
@@ -201,7 +201,7 @@ class _Guard:
         return True
 
 
-HOSTS: Mapping[Isolation, Callable[[EnvironmentSpec], Host]] = {
+HOSTS: Mapping[Isolation, Callable[[EnvironmentSpec], EnvironmentHost]] = {
     "process": ProcessHost,
     "thread": ThreadHost,
     "inline": InlineHost,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ..core.deadline import within
 from ..errors import EnvironmentFailed, WaitTimeout
-from .env_hosts import HOSTS, Host
+from .env_hosts import HOSTS, EnvironmentHost
 from .environment import EnvironmentSpec, Isolation, Step
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class PoolLimits:
 class Game:
     """One episode in an environment."""
 
-    def __init__(self, pool: EnvironmentPool, host: Host) -> None:
+    def __init__(self, pool: EnvironmentPool, host: EnvironmentHost) -> None:
         self._pool, self._host = pool, host
         self.observation = ""
         """The first observation."""
@@ -74,7 +74,7 @@ class EnvironmentPool:
         self,
         spec: EnvironmentSpec,
         limits: PoolLimits,
-        hosts: Mapping[Isolation, Callable[[EnvironmentSpec], Host]] = HOSTS,
+        hosts: Mapping[Isolation, Callable[[EnvironmentSpec], EnvironmentHost]] = HOSTS,
     ) -> None:
         self.limits = limits
         self.left_behind = 0
@@ -83,7 +83,7 @@ class EnvironmentPool:
         self._spec, self._make = spec, hosts[limits.isolation]
         self._to_play = asyncio.Semaphore(limits.concurrency)
         self._to_reset = asyncio.Semaphore(limits.concurrency + limits.reset_ahead)
-        self._idle: list[Host] = []
+        self._idle: list[EnvironmentHost] = []
         self._ending: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -117,11 +117,11 @@ class EnvironmentPool:
         if self._ending:
             await asyncio.wait(set(self._ending))
 
-    def _end(self, host: Host) -> None:
+    def _end(self, host: EnvironmentHost) -> None:
         # In the background: the episode need not wait for an environment that hangs.
         task = asyncio.create_task(self._ended(host), name="end an environment")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _ended(self, host: Host) -> None:
+    async def _ended(self, host: EnvironmentHost) -> None:
         self.left_behind += not await host.close()

@@ -29,7 +29,7 @@ SHOWN = {"S": ".", "F": ".", "H": "O", "G": "G"}
 """gymnasium's letters of the board, and the letters of the text."""
 PROMPT_END = ">"
 """Ends each observation."""
-Board = tuple[str, ...]
+LakeMap = tuple[str, ...]
 
 
 class FrozenLake(GymEnvironment):
@@ -57,7 +57,7 @@ class FrozenLake(GymEnvironment):
             raise ConfigError(f"frozen must be a probability above 0, got {frozen!r}; 0.8 is the default")
 
         self._size, self._frozen = size, frozen
-        self.board: Board = ()
+        self.board: LakeMap = ()
         options = {"success_rate": success_rate, "reward_schedule": reward_schedule}
         super().__init__(
             "FrozenLake-v1",
@@ -105,7 +105,7 @@ class FrozenLake(GymEnvironment):
         return SHOWN[self.board[row][column]] if inside else "#"
 
 
-def board_of(seed: int, size: int = 4, frozen: float = 0.8) -> Board:
+def board_of(seed: int, size: int = 4, frozen: float = 0.8) -> LakeMap:
     """Return the random board of a seed, on which the goal can be reached."""
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 

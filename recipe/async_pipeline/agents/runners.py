@@ -152,7 +152,7 @@ class CommandRunner:
         env = environment({**_variables(folder, TASK_FILE), **self._spec.env, **reached})
         finished = await run_command(self._command, folder.path, env, log, self.left)
         if finished.status != 0:
-            raise AgentFailed(finished.in_words())
+            raise AgentFailed(finished.describe())
         return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
 
 
@@ -184,7 +184,7 @@ async def verified(
         env["ASYNC_PIPELINE_TASK"] = own_variables["ASYNC_PIPELINE_TASK"]
         finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env, log, left)
     if finished.status != 0:
-        raise EnvironmentFailed(f"verify: {finished.in_words()}")
+        raise EnvironmentFailed(f"verify: {finished.describe()}")
     reward = reward_of((finished.last_object() or {}).get("reward"), EnvironmentFailed)
     if reward is None:
         raise EnvironmentFailed(

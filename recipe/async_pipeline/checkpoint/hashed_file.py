@@ -14,7 +14,7 @@ import xxhash
 
 PIECE_BYTES = 16 << 20
 """Bytes that are read or hashed at a time."""
-Count = Callable[[int], object]
+CountBytes = Callable[[int], object]
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class WrittenFiles:
             self._entries[name] = FileEntry(path=name, nbytes=file.nbytes, xxh3=file.hexdigest())
 
 
-def entry_of(root: Path, path: Path, *, sync: bool = False, count: Count | None = None) -> FileEntry:
+def entry_of(root: Path, path: Path, *, sync: bool = False, count: CountBytes | None = None) -> FileEntry:
     """Hash a file below `root`. With `sync`, flush it to disk; `count` receives the bytes of each piece."""
     digest, nbytes = xxhash.xxh3_64(), 0
     with path.open("rb") as file:

@@ -25,7 +25,7 @@ from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
 from ..errors import CheckpointError, ConfigError
 from ..observe.run_files import last_number, run_of
-from .store import Found, newest, sweep, verify
+from .store import FoundCheckpoint, newest, sweep, verify
 
 MODES = ("auto", "disable", "resume_path")
 WHOLE = ("model", "optimizer", "extra")
@@ -41,7 +41,7 @@ class Origin(NamedTuple):
     identity: Mapping[str, str]
     root: Path
     """The folder for its checkpoints."""
-    found: Found | None
+    found: FoundCheckpoint | None
     """The checkpoint to resume from; None for a fresh start."""
 
 
@@ -114,7 +114,7 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_ledger(run_dir: Path, found: Found) -> None:
+def check_ledger(run_dir: Path, found: FoundCheckpoint) -> None:
     """Raise CheckpointError if the run's ledger ends before the checkpoint that the run resumes from.
 
     A ledger of another run is ignored.
@@ -178,7 +178,7 @@ def _found(
     say: Callable[[str], object],
     *,
     contents: bool,
-) -> Found | None:
+) -> FoundCheckpoint | None:
     mode = select(config, "trainer.resume_mode")
     if mode == "auto":
         return newest(root, identity, run, say, contents=contents)
@@ -187,7 +187,7 @@ def _found(
 
     folder = Path(str(select(config, "trainer.resume_from_path"))).expanduser().resolve()
     try:
-        return Found(folder, verify(folder, identity, contents=contents))
+        return FoundCheckpoint(folder, verify(folder, identity, contents=contents))
     except CheckpointError as error:
         raise CheckpointError(f"trainer.resume_from_path is refused: {error}") from None
 

@@ -33,7 +33,7 @@ import xxhash
 
 from ..config.names import current_path
 from ..errors import CheckpointError, ConfigError
-from .hashed_file import Count, FileEntry, entry_of
+from .hashed_file import CountBytes, FileEntry, entry_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -45,7 +45,7 @@ _RANK = re.compile(r"rank_(\d+)[._]")
 _LEFTOVER = re.compile(r"\.global_step_\d+\.(part|gone)")
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The files of a checkpoint, and the run that it belongs to."""
 
     format: int
@@ -59,17 +59,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str = ""
     """xxh3 of all other fields."""
 
-    def sealed(self) -> Manifest:
+    def sealed(self) -> CheckpointManifest:
         """Return a copy with its checksum set."""
         bare = msgspec.structs.replace(self, checksum="")
         return msgspec.structs.replace(self, checksum=xxhash.xxh3_64_hexdigest(msgspec.json.encode(bare)))
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint that a run can resume from."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
 
 # Writing.
@@ -91,7 +91,7 @@ def publish(
     identity: Mapping[str, str],
     saved_unix: float,
     known: Mapping[str, FileEntry] | None = None,
-    count: Count | None = None,
+    count: CountBytes | None = None,
 ) -> Path:
     """Publish the files in `part` as a checkpoint; block until they are on disk. Returns its folder.
 
@@ -109,7 +109,7 @@ def publish(
     files = sorted(path for path in part.rglob("*") if path.is_file())
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         entries = tuple(threads.map(entry, files))
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         format=FORMAT, step=step, run=run, saved_unix=saved_unix, identity=dict(identity), files=entries
     ).sealed()
 
@@ -175,7 +175,7 @@ def published(root: Path) -> list[Path]:
 
 def verify(
     checkpoint: Path, identity: Mapping[str, str], run: str | None = None, *, contents: bool = False
-) -> Manifest:
+) -> CheckpointManifest:
     """Check the manifest of a checkpoint and the sizes of its files; return the manifest.
 
     `contents`: also read all files and compare their hashes.
@@ -233,7 +233,9 @@ def _first_difference(checkpoint: Path, entries: Sequence[FileEntry], *, content
         return next((one for one in wrong if one is not None), None)
 
 
-def _check_owner(checkpoint: Path, manifest: Manifest, identity: Mapping[str, str], run: str | None) -> None:
+def _check_owner(
+    checkpoint: Path, manifest: CheckpointManifest, identity: Mapping[str, str], run: str | None
+) -> None:
     # An older checkpoint has the former names of our knobs.
     recorded = {current_path(name): value for name, value in manifest.identity.items()}
     for name in sorted({*recorded, *identity}):
@@ -256,7 +258,7 @@ def newest(
     say: Callable[[str], object],
     *,
     contents: bool = False,
-) -> Found | None:
+) -> FoundCheckpoint | None:
     """Return the newest usable checkpoint of `run` (None: of any run), or None if there are no checkpoints.
 
     `contents`: as for `verify`. `say` receives a line per refused checkpoint.
@@ -266,7 +268,7 @@ def newest(
     refused = []
     for folder in published(root):
         try:
-            return Found(folder, verify(folder, identity, run, contents=contents))
+            return FoundCheckpoint(folder, verify(folder, identity, run, contents=contents))
         except CheckpointError as error:
             refused.append(str(error))
             say(f"checkpoint refused: {error}")
@@ -280,10 +282,10 @@ def newest(
     return None
 
 
-def _manifest_of(checkpoint: Path) -> Manifest | None:
+def _manifest_of(checkpoint: Path) -> CheckpointManifest | None:
     """Return the manifest of a checkpoint, or None if it cannot be read."""
     try:
-        return msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=Manifest)
+        return msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=CheckpointManifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 

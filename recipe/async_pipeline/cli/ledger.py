@@ -31,12 +31,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the result. Raises ConfigError if there is no ledger."""
     found = audit_file(args.run)
     failed = read_outputs(args.run if args.run.is_dir() else args.run.parent)
-    for line in [json.dumps(found.as_dict(), indent=2)] if args.json else in_words(found, failed):
+    for line in [json.dumps(found.as_dict(), indent=2)] if args.json else render_audit(found, failed):
         echo(line)
     return 0 if found.ok else 1
 
 
-def in_words(found: Audit, failed: Sequence[KeptOutput] = ()) -> list[str]:
+def render_audit(found: Audit, failed: Sequence[KeptOutput] = ()) -> list[str]:
     """Return the result as lines of text. `failed`: the failed attempts at episodes that the run has kept."""
     state = {"completed": "completed", "running": "has not ended, or was killed"}.get(
         found.status, found.status

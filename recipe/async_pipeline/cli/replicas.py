@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
     answer = ask(args.run, request, TIMEOUT_S)
     if "error" in answer:
         raise WeightSyncError(str(answer["error"]))
-    for line in [json.dumps(answer, indent=2)] if args.json else in_words(answer):
+    for line in [json.dumps(answer, indent=2)] if args.json else render_answer(answer):
         echo(line)
     return 0
 
 
-def in_words(answer: dict[str, Any]) -> Iterator[str]:
+def render_answer(answer: dict[str, Any]) -> Iterator[str]:
     """Return the answer as lines of text."""
     for name in answer.get("added", ()):
         yield f"{name} is starting"

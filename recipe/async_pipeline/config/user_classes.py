@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..core.schedule import Schedule
 from ..errors import ConfigError
-from ..signatures import Function, of_function, positional_call
+from ..signatures import FunctionNode, of_function, positional_call
 from ..strategies import STRATEGIES, schedule_class
 from .paths import hint
 
@@ -32,7 +32,7 @@ class MethodCall(NamedTuple):
     by_name: bool = False
     """Whether it may get any further arguments by name."""
 
-    def fits(self, method: Function) -> bool:
+    def fits(self, method: FunctionNode) -> bool:
         """Return whether the method can be called so."""
         return of_function(method).refuses(positional_call(1 + self.arguments, self.by_name)) is None
 
@@ -69,7 +69,7 @@ def find_class(target: str, path: str, *, derived: bool = True) -> ast.ClassDef 
         raise ConfigError(f"{path} must read module:Class, got {target!r}; e.g. my_package.my_module:MyClass")
     tree = _tree(target, path)
     node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", ast.ClassDef)
-    if isinstance(node, Function):
+    if isinstance(node, FunctionNode):
         raise ConfigError(f"{path} names {target!r}, which is a function; name a class")
     if derived and node is not None and not node.bases:
         raise ConfigError(
@@ -86,7 +86,7 @@ def check_function(target: str, path: str, arguments: int) -> None:
     """
     tree = _tree(target, path)
     name = target.partition(":")[2]
-    node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", Function)
+    node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", FunctionNode)
     if isinstance(node, ast.ClassDef):
         raise ConfigError(f"{path} names {target!r}, which is a class; name a function")
     if node is None or node.decorator_list:
@@ -103,11 +103,11 @@ def check_methods(cls: ast.ClassDef, calls: Iterable[MethodCall], what: str) -> 
 
     `what`: the key with the class, for errors. Methods that the source does not show are not checked.
     """
-    defined = {node.name: node for node in _statements(cls.body) if isinstance(node, Function)}
+    defined = {node.name: node for node in _statements(cls.body) if isinstance(node, FunctionNode)}
     others = {
         part.id
         for node in _statements(cls.body)
-        if not isinstance(node, Function)
+        if not isinstance(node, FunctionNode)
         for part in ast.walk(node)
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
     }
@@ -208,14 +208,14 @@ def base_names(cls: ast.ClassDef | None) -> list[str]:
 
 def _defined(
     name: str, tree: ast.Module, what: str, wanted: type[ast.ClassDef] | UnionType
-) -> ast.ClassDef | Function | None:
+) -> ast.ClassDef | FunctionNode | None:
     """Return a class or function of a module, or None if other statements may define it.
 
     `wanted`: what the name should be, for hints. Raises ConfigError if nothing defines it.
     """
     open_ended, there = False, []
     for node in _statements(tree.body):
-        if isinstance(node, ast.ClassDef | Function):
+        if isinstance(node, ast.ClassDef | FunctionNode):
             if node.name == name:
                 return node
             there += [node.name] if isinstance(node, wanted) else []

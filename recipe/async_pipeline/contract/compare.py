@@ -13,6 +13,7 @@ from recipe.async_pipeline.patching import series, verl_source
 
 from .. import signatures
 from . import config_keys, record, trees
+from .shapes import shape_of
 from .sources import Sources
 from .uses import Use, uses_of
 
@@ -23,7 +24,7 @@ _NAMED_USERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class ContractProblem:
     """A thing of verl that is not as this package expects it."""
 
     subject: Subject
@@ -34,7 +35,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TreeComparison:
     """How a tree fits."""
 
     root: str
@@ -43,14 +44,14 @@ class Comparison:
     """The version that the contract was derived from."""
     checked: Mapping[str, int]
     """How many things of each subject were compared."""
-    problems: tuple[Problem, ...]
+    problems: tuple[ContractProblem, ...]
 
-    def of(self, subject: str) -> list[Problem]:
+    def of(self, subject: str) -> list[ContractProblem]:
         """Return the problems of one subject."""
         return [problem for problem in self.problems if problem.subject == subject]
 
 
-def compare(root: Path, folder: Path) -> Comparison:
+def compare(root: Path, folder: Path) -> TreeComparison:
     """Compare the tree at `root` with the contract and the series of `folder`.
 
     Raises PatchError if `root` has no verl, and ContractError if a file of it cannot be parsed.
@@ -78,14 +79,14 @@ def compare(root: Path, folder: Path) -> Comparison:
         "config keys": len(set().union(*contract.keys.values())),
         "patches": len({fit.patch for fit in fits}),
     }
-    return Comparison(
+    return TreeComparison(
         root=str(root), verl=version, pin=contract.verl, checked=checked, problems=tuple(problems)
     )
 
 
 def _shapes(
     sources: Sources, contract: record.Contract, users: Mapping[str, list[Use]], overridden: set[str]
-) -> Iterator[Problem]:
+) -> Iterator[ContractProblem]:
     missing: set[str] = set()
     for place, before in sorted(contract.shapes.items()):
         module, _, name = place.partition(":")
@@ -95,16 +96,20 @@ def _shapes(
         used = _used_by(contract.users[place])
         if sources.module(module) is None:
             missing.add(module)
-            yield Problem(subject=subject, severity="breaks", what=module, detail=f"is missing; {used}")
+            yield ContractProblem(
+                subject=subject, severity="breaks", what=module, detail=f"is missing; {used}"
+            )
             continue
 
-        now = record.shape_of(sources, place)
+        now = shape_of(sources, place)
         if now is None:
             missing.add(place)
-            yield Problem(subject=subject, severity="breaks", what=place, detail=f"is missing; {used}")
+            yield ContractProblem(
+                subject=subject, severity="breaks", what=place, detail=f"is missing; {used}"
+            )
         elif now != before:
             conflicts = list(_conflicts(before, now, users.get(place, ())))
-            yield Problem(
+            yield ContractProblem(
                 subject=subject,
                 severity="breaks" if conflicts else "changed",
                 what=place,
@@ -140,11 +145,11 @@ def _used_by(users: tuple[str, ...]) -> str:
     return f"{', '.join(users[:_NAMED_USERS])}{more}"
 
 
-def _abstract(sources: Sources, contract: record.Contract) -> Iterator[Problem]:
+def _abstract(sources: Sources, contract: record.Contract) -> Iterator[ContractProblem]:
     for place, left in record.unimplemented(sources).items():
         new = sorted(set(left) - set(contract.unimplemented.get(place, ())))
         if new:
-            yield Problem(
+            yield ContractProblem(
                 subject="overrides",
                 severity="breaks",
                 what=place,
@@ -152,7 +157,7 @@ def _abstract(sources: Sources, contract: record.Contract) -> Iterator[Problem]:
             )
 
 
-def _keys(sources: Sources, contract: record.Contract, root: Path) -> Iterator[Problem]:
+def _keys(sources: Sources, contract: record.Contract, root: Path) -> Iterator[ContractProblem]:
     trees_of = config_keys.keys_of_tree(root)
     users: dict[str, set[str]] = defaultdict(set)
     for path, user in config_keys.named_keys(sources):
@@ -166,13 +171,13 @@ def _keys(sources: Sources, contract: record.Contract, root: Path) -> Iterator[P
             if not above & missing and not config_keys.has(trees_of.get(file, {}), path):
                 missing.add(path)
                 detail = f"is missing in {file}; {_used_by(tuple(sorted(users[path])))}"
-                yield Problem(subject="config keys", severity="breaks", what=path, detail=detail)
+                yield ContractProblem(subject="config keys", severity="breaks", what=path, detail=detail)
 
 
-def _patches(fits: Iterable[trees.PatchFit]) -> Iterator[Problem]:
+def _patches(fits: Iterable[trees.PatchFit]) -> Iterator[ContractProblem]:
     for fit in fits:
         if fit.state not in ("fits", "applied"):
-            yield Problem(
+            yield ContractProblem(
                 subject="patches",
                 severity="breaks" if fit.state == "broken" else "changed",
                 what=f"{fit.patch} on {fit.path}",

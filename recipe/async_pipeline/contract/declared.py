@@ -28,7 +28,7 @@ from pathlib import Path
 
 from recipe.async_pipeline.errors import ContractError
 
-from . import record
+from .shapes import shape_of
 from .sources import OURS, Module, Sources, guarded_imports, words_in
 from .uses import Use, uses_of
 
@@ -64,7 +64,7 @@ class Alternative:
         """Return the shape of what is there, or None."""
         module, _, name = self.place.partition(":")
         if not name.startswith("'"):
-            return record.shape_of(sources, self.place)
+            return shape_of(sources, self.place)
         found = sources.module(module)
         return "word" if found is not None and name.strip("'") in words_in(found) else None
 
@@ -86,14 +86,14 @@ class Need:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class DeclaredUses:
     """What `uses.py` of an engine declares."""
 
     files: Mapping[str, str]
     uses: Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
-def table_of(engine: str, package: Path = PACKAGE) -> Table:
+def table_of(engine: str, package: Path = PACKAGE) -> DeclaredUses:
     """Read the table of an engine. Raises ContractError if it is not of literals."""
     file = package / TABLES.format(engine)
     try:
@@ -102,7 +102,7 @@ def table_of(engine: str, package: Path = PACKAGE) -> Table:
             for node in ast.parse(file.read_bytes()).body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
         }
-        return Table(files=found["FILES"], uses=found["USES"])
+        return DeclaredUses(files=found["FILES"], uses=found["USES"])
     except (OSError, ValueError, KeyError, SyntaxError) as error:
         raise ContractError(
             f"{file} must have FILES and USES of literals, got {error!r}; correct it"
@@ -128,12 +128,12 @@ def needs_of(sources: Sources) -> list[Need]:
     found = [
         Need((Alternative(place),), breaks, tuple(sorted(files)))
         for (place, breaks), files in derived.items()
-        if record.shape_of(sources, place) is not None
+        if shape_of(sources, place) is not None
     ]
     return sorted([*declared, *found])
 
 
-def _declared(sources: Sources, table: Table) -> Iterator[Need]:
+def _declared(sources: Sources, table: DeclaredUses) -> Iterator[Need]:
     names = {file: named_in(module_of(sources, file)) for file in table.files}
     for breaks, by_class in table.uses.items():
         found = [
@@ -151,7 +151,10 @@ def _declared(sources: Sources, table: Table) -> Iterator[Need]:
 
 
 def _users(
-    table: Table, names: Mapping[str, frozenset[str]], breaks: str, alternatives: tuple[Alternative, ...]
+    table: DeclaredUses,
+    names: Mapping[str, frozenset[str]],
+    breaks: str,
+    alternatives: tuple[Alternative, ...],
 ) -> tuple[str, ...]:
     """Return the files that name a member; several classes may have it, so what breaks decides."""
     files = [file for file in table.files if names[file] & {one.name for one in alternatives}]

@@ -280,7 +280,7 @@ def _missing(sources: Sources, place: str) -> tuple[str, str]:
     return place, "is missing"
 
 
-def _change(before: str, now: str, uses: Sequence[located.Use]) -> str | None:
+def _change(before: str, now: str, uses: Sequence[located.MemberUse]) -> str | None:
     """Return why the uses that fitted a shape do not fit another one, or None if they do."""
     if before in _READABLE and now in _READABLE:
         stored = next((use.where for use in uses if use.how == "stores"), None)

@@ -14,19 +14,19 @@ from functools import cached_property
 from typing import Literal
 
 from .. import signatures
-from ..signatures import Call, Signature
+from ..signatures import CallShape, Signature
 from .declared import Alternative, module_of
 from .sources import Module, Sources
 from .uses import uses_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class MemberUse:
     """One use of a member."""
 
     where: str
     how: Literal["calls", "stores", "replaces"]
-    call: Call | None = None
+    call: CallShape | None = None
     signature: Signature | None = None
     """Of the function that takes the member's place."""
 
@@ -47,35 +47,35 @@ class Located:
         self._sources = sources
 
     @cached_property
-    def _derived(self) -> dict[str, list[Use]]:
+    def _derived(self) -> dict[str, list[MemberUse]]:
         """By place, what follows from imports and subclasses."""
-        found: dict[str, list[Use]] = defaultdict(list)
+        found: dict[str, list[MemberUse]] = defaultdict(list)
         for use in uses_of(self._sources):
             if use.call is not None:
-                found[use.place].append(Use(where=use.where, how="calls", call=use.call))
+                found[use.place].append(MemberUse(where=use.where, how="calls", call=use.call))
             elif use.signature is not None:
-                found[use.place].append(Use(where=use.where, how="replaces", signature=use.signature))
+                found[use.place].append(MemberUse(where=use.where, how="replaces", signature=use.signature))
         return found
 
-    def of(self, alternative: Alternative, files: Sequence[str]) -> Iterator[Use]:
+    def of(self, alternative: Alternative, files: Sequence[str]) -> Iterator[MemberUse]:
         """Yield the uses of a member in some files."""
         yield from self._derived[alternative.place]
         for file in () if alternative.name.startswith("__") else files:
             yield from _named(module_of(self._sources, file), file, alternative.name)
 
 
-def _named(module: Module, file: str, name: str) -> Iterator[Use]:
+def _named(module: Module, file: str, name: str) -> Iterator[MemberUse]:
     kept, replacing = _kept_as(module, name), _replacing(module, name)
     for node in ast.walk(module.tree):
         where = f"{file}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in kept:
-            yield Use(where=where, how="calls", call=signatures.of_call(node))
+            yield MemberUse(where=where, how="calls", call=signatures.of_call(node))
         elif isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
-            yield Use(where=where, how="stores")
-        elif isinstance(node, signatures.Function) and node.name in replacing:
+            yield MemberUse(where=where, how="stores")
+        elif isinstance(node, signatures.FunctionNode) and node.name in replacing:
             own = signatures.of_function(node)
             if own.positional[:1] == ("self",):
-                yield Use(where=where, how="replaces", signature=own)
+                yield MemberUse(where=where, how="replaces", signature=own)
 
 
 def _assigned(module: Module) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -17,9 +17,9 @@ from typing import Any
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.patching import series, verl_source
 
-from .. import signatures
-from . import config_keys, trees
-from .sources import Found, Member, Sources, decorators
+from . import config_keys, engines, trees
+from .shapes import shape_of
+from .sources import Sources
 from .uses import Use, own_of, subclasses, uses_of
 
 FILE = "contract.json"
@@ -63,50 +63,6 @@ def derive(
             for file, tree in keys.items()
         },
     )
-
-
-def shape_of(sources: Sources, place: str) -> str | None:
-    """Return the shape of what is at a place, or None if nothing is."""
-    found = sources.at(place)
-    if found is None and place.endswith(".__init__"):
-        return _constructor(sources, place.removesuffix(".__init__"))
-    if isinstance(found, Member):
-        return _shape(found.node)
-    if found is None or found.kind != "function":
-        return None if found is None else found.kind
-    assert found.node is not None
-    return _shape(found.node)
-
-
-def _shape(node: Any) -> str:
-    if not isinstance(node, signatures.Function):
-        return "value"
-    kinds = decorators(node)
-    if kinds & {"property", "cached_property"}:
-        return "property"
-    if "setter" in kinds:
-        return "value"  # a property that can be assigned to
-    text = signatures.as_text(signatures.of_function(node))
-    return " ".join([*sorted(kinds & {"staticmethod", "classmethod"}), text])
-
-
-def _constructor(sources: Sources, place: str) -> str | None:
-    """Return the signature of a class without `__init__`: of its fields, if it has some."""
-    import ast
-
-    found = sources.at(place)
-    if not isinstance(found, Found) or found.kind != "class":
-        return None
-    fields: dict[str, bool] = {}
-    for owner in reversed(sources.ancestors(found)):
-        assert isinstance(owner.node, ast.ClassDef)
-        for node in owner.node.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                fields[node.target.id] = node.value is not None
-    if not fields:
-        return "value"
-    ordered = sorted(fields, key=lambda name: fields[name])
-    return f"def ({', '.join(['self', *(f'{n}=...' if fields[n] else n for n in ordered)])})"
 
 
 def unimplemented(sources: Sources) -> dict[str, tuple[str, ...]]:
@@ -154,8 +110,6 @@ def load(folder: Path) -> Contract:
 
 def main() -> None:
     """Write the contract with the pinned tree, or with the one of another pin, and with the engines."""
-    from . import engines
-
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--verl-dir", type=Path, metavar="DIR", help="the folder that contains verl/")
     given: Path | None = parser.parse_args().verl_dir

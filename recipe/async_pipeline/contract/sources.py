@@ -21,7 +21,7 @@ OURS, THEIRS = "recipe.async_pipeline", "verl"
 _MAX_HOPS = 12
 """Re-exports that are followed from one name; a cycle ends here."""
 
-Kind = Literal["module", "class", "function", "value"]
+DefinitionKind = Literal["module", "class", "function", "value"]
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Definition:
     """What a name leads to."""
 
-    kind: Kind
+    kind: DefinitionKind
     module: Module
     name: str = ""
     node: ast.AST | None = None
@@ -60,10 +60,10 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class ClassMember:
     """A member of a class: a method, or a value."""
 
-    owner: Found
+    owner: Definition
     node: ast.AST
     abstract: bool = False
 
@@ -83,7 +83,7 @@ class Sources:
     imports: dict[str, Mapping[str, Import]] = field(default_factory=dict)
     """By module of this package, once asked for: the names that its imports of that package bind."""
     _modules: dict[str, Module | None] = field(default_factory=dict)
-    _members: dict[str, dict[str, Member]] = field(default_factory=dict)
+    _members: dict[str, dict[str, ClassMember]] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | None:
         """Return a module by its dotted name, or None. Raises ContractError if it cannot be parsed."""
@@ -124,13 +124,13 @@ class Sources:
             _bind(node, package, names, stars)
         return Module(name=name, tree=tree, names=names, stars=tuple(stars))
 
-    def find(self, module_name: str, name: str | None = None, hops: int = 0) -> Found | None:
+    def find(self, module_name: str, name: str | None = None, hops: int = 0) -> Definition | None:
         """Return what `name` of a module is, or the module; None if it is missing or in another package."""
         module = self.module(module_name)
         if module is None:
             return None
         if name is None:
-            return Found(kind="module", module=module)
+            return Definition(kind="module", module=module)
         if hops > _MAX_HOPS:
             return None
 
@@ -142,17 +142,17 @@ class Sources:
                 and bound.module.split(".")[0] != self.theirs
                 and not bound.module.startswith(OURS)
             ):
-                return Found(kind="value", module=module, name=name)  # of a third package
+                return Definition(kind="value", module=module, name=name)  # of a third package
             return found
         if bound is not None:
-            return Found(kind=_kind(bound), module=module, name=name, node=bound)
+            return Definition(kind=_kind(bound), module=module, name=name, node=bound)
         for star in module.stars:
             if found := self.find(star, name, hops + 1):
                 return found
         below = self.module(f"{module_name}.{name}")
-        return None if below is None else Found(kind="module", module=below)
+        return None if below is None else Definition(kind="module", module=below)
 
-    def at(self, place: str) -> Found | Member | None:
+    def at(self, place: str) -> Definition | ClassMember | None:
         """Return what is at a place, or None."""
         module, _, rest = place.partition(":")
         name, _, member = rest.partition(".")
@@ -161,7 +161,7 @@ class Sources:
             return found
         return self.members(found).get(member) if found.kind == "class" else None
 
-    def bases(self, found: Found) -> Iterator[Found]:
+    def bases(self, found: Definition) -> Iterator[Definition]:
         """Yield the bases of a class that are in either package."""
         assert isinstance(found.node, ast.ClassDef)
         for base in found.node.bases:
@@ -170,7 +170,7 @@ class Sources:
             if above is not None and above.kind == "class" and above.node is not None:
                 yield above
 
-    def expression(self, module: Module, node: ast.AST) -> Found | None:
+    def expression(self, module: Module, node: ast.AST) -> Definition | None:
         """Return what a dotted expression at the top of a module leads to, or None."""
         if isinstance(node, ast.Name):
             return self.find(module.name, node.id) if node.id in module.names or module.stars else None
@@ -180,9 +180,9 @@ class Sources:
                 return self.find(left.module.name, node.attr)
         return None
 
-    def ancestors(self, found: Found) -> list[Found]:
+    def ancestors(self, found: Definition) -> list[Definition]:
         """Return a class and its ancestors in both packages, nearest first."""
-        result: dict[str, Found] = {}
+        result: dict[str, Definition] = {}
         queue = [found]
         while queue:
             current = queue.pop(0)
@@ -191,7 +191,7 @@ class Sources:
                 queue = [*self.bases(current), *queue]
         return list(result.values())
 
-    def members(self, found: Found) -> dict[str, Member]:
+    def members(self, found: Definition) -> dict[str, ClassMember]:
         """Return the members of a class by name, with the inherited ones."""
         if found.place not in self._members:
             result = self._members[found.place] = {}
@@ -201,22 +201,22 @@ class Sources:
         return self._members[found.place]
 
 
-def own_members(owner: Found) -> dict[str, Member]:
+def own_members(owner: Definition) -> dict[str, ClassMember]:
     """Return what the body of a class defines, and what its methods assign to `self`."""
     assert isinstance(owner.node, ast.ClassDef)
-    result: dict[str, Member] = {}
+    result: dict[str, ClassMember] = {}
     for node in _top_statements(owner.node.body):
         for name in _bound_names(node):
-            result[name] = Member(owner=owner, node=node, abstract=_is_abstract(node))
+            result[name] = ClassMember(owner=owner, node=node, abstract=_is_abstract(node))
 
-    for method in [m.node for m in result.values() if isinstance(m.node, signatures.Function)]:
+    for method in [m.node for m in result.values() if isinstance(m.node, signatures.FunctionNode)]:
         for target in ast.walk(method):
             if (
                 isinstance(target, ast.Attribute)
                 and isinstance(target.ctx, ast.Store)
                 and _is_self(target.value)
             ):
-                result.setdefault(target.attr, Member(owner=owner, node=target))
+                result.setdefault(target.attr, ClassMember(owner=owner, node=target))
     return result
 
 
@@ -234,10 +234,10 @@ def decorators(node: ast.AST) -> set[str]:
     return {ast.unparse(d).rpartition(".")[2] for d in getattr(node, "decorator_list", [])}
 
 
-def _kind(node: ast.AST) -> Kind:
+def _kind(node: ast.AST) -> DefinitionKind:
     if isinstance(node, ast.ClassDef):
         return "class"
-    return "function" if isinstance(node, signatures.Function) else "value"
+    return "function" if isinstance(node, signatures.FunctionNode) else "value"
 
 
 def _top_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

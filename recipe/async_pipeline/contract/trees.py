@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.patching.series import Series
+from recipe.async_pipeline.patching.series import PatchSeries
 from recipe.async_pipeline.patching.unified_diff import NULL_ID, FileDiff, blob_id, git_apply
 
 from .sources import OURS, THEIRS, Sources
 
-State = Literal["fits", "applied", "moved", "upstream", "broken"]
+TreeFit = Literal["fits", "applied", "moved", "upstream", "broken"]
 
-STATES: dict[State, str] = {
+STATES: dict[TreeFit, str] = {
     "fits": "applies",
     "applied": "is applied",
     "moved": "applies at other lines: rewrite it with `async-pipeline patch refresh`",
@@ -31,10 +31,10 @@ class PatchFit:
 
     patch: str
     path: str
-    state: State
+    state: TreeFit
 
 
-def patched(root: Path, series: Series) -> tuple[dict[Path, bytes], list[PatchFit]]:
+def patched(root: Path, series: PatchSeries) -> tuple[dict[Path, bytes], list[PatchFit]]:
     """Return the contents of the touched files with the series applied as far as it fits, and how it fits."""
     contents: dict[Path, bytes] = {}
     fits: list[PatchFit] = []
@@ -52,7 +52,7 @@ def patched(root: Path, series: Series) -> tuple[dict[Path, bytes], list[PatchFi
     return contents, fits
 
 
-def _applied(diff: FileDiff, content: bytes) -> tuple[bytes, State]:
+def _applied(diff: FileDiff, content: bytes) -> tuple[bytes, TreeFit]:
     if (NULL_ID if diff.creates and not content else blob_id(content)) == diff.old_id:
         return diff.apply(content), "fits"
     if diff.creates:

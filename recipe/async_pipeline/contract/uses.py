@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from .. import signatures
-from ..signatures import Call, Signature
-from .sources import OURS, Found, Import, Member, Module, Sources, decorators, imported, own_members
+from ..signatures import CallShape, Signature
+from .sources import OURS, ClassMember, Definition, Import, Module, Sources, decorators, imported, own_members
 
 _DOTTED = r"(?:pkg://)?({}(?:\.\w+)+)"
 _BY_NAME = ("getattr", "setattr")
 
-How = Literal["imports", "uses", "calls", "overrides", "inherits"]
+How = Literal["imports", "uses", "calls", "overrides", "inherits", "replaces"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Use:
     how: How
     where: str
     """File and line, relative to this package."""
-    call: Call | None = None
+    call: CallShape | None = None
     signature: Signature | None = None
     """Of the overriding method."""
 
@@ -41,7 +41,7 @@ class Use:
 class Subclass:
     """A class of this package with a class of verl above it."""
 
-    found: Found
+    found: Definition
     bases: tuple[str, ...]
     """Places of the nearest classes of verl."""
 
@@ -75,9 +75,12 @@ def _package_of(module: Module) -> str:
 def _named(sources: Sources, module: Module, aliases: Mapping[str, Import]) -> Iterator[Use]:
     """Yield imports, members of what was imported, calls, and paths in strings."""
     dotted = re.compile(_DOTTED.format(sources.theirs))
+    rows = [*_rows(module)]
+    yield from _replaced(sources, module, rows)
+    in_rows = {id(row.args[0]) for row in rows}
     for node in ast.walk(module.tree):
         where = _where(module, node)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in in_rows:
             match = dotted.fullmatch(node.value)
             if match and (place := _path(sources, match[1])):
                 yield Use(place=place, how="uses", where=where)
@@ -91,6 +94,23 @@ def _named(sources: Sources, module: Module, aliases: Mapping[str, Import]) -> I
             yield Use(place=place, how="uses", where=where)
         elif isinstance(node, ast.Call):
             yield from _call(sources, node, aliases, where)
+
+
+def _rows(module: Module) -> Iterator[ast.Call]:
+    """Yield the rows of the table of replacements, `verl_bridge/replaced.py`."""
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Call(func=ast.Name(id="Replacement"), args=[ast.Constant(), ast.Constant(), *_]):
+                yield node
+
+
+def _replaced(sources: Sources, module: Module, rows: Iterable[ast.Call]) -> Iterator[Use]:
+    """Yield what rows replace, if it exists: a row may also add a name."""
+    for row in rows:
+        package, name = (str(ast.literal_eval(argument)) for argument in row.args[:2])
+        place = f"{package}:{name}"
+        if package.split(".")[0] == sources.theirs and sources.at(place) is not None:
+            yield Use(place=place, how="replaces", where=_where(module, row))
 
 
 def _place(bound: Import) -> str:
@@ -110,7 +130,7 @@ def _chain(sources: Sources, node: ast.AST, aliases: Mapping[str, Import]) -> st
 def _below(sources: Sources, left: str, name: str) -> str | None:
     """Return the place of a member of a module or a class, or None if it has no such member."""
     found = sources.at(left)
-    if not isinstance(found, Found):
+    if not isinstance(found, Definition):
         return None
     if found.kind == "module":
         inner = sources.find(found.module.name, name)
@@ -143,9 +163,9 @@ def _call(sources: Sources, node: ast.Call, aliases: Mapping[str, Import], where
     if place is None or found is None:
         return
     call = signatures.of_call(node)
-    if isinstance(found, Found) and found.kind == "class":
+    if isinstance(found, Definition) and found.kind == "class":
         yield Use(place=f"{place}.__init__", how="calls", where=where, call=call)
-    elif isinstance(found, Found) and found.kind == "function":
+    elif isinstance(found, Definition) and found.kind == "function":
         yield Use(place=place, how="calls", where=where, call=call)
 
 
@@ -154,13 +174,13 @@ def subclasses(sources: Sources) -> Iterator[Subclass]:
     for module in sources.own_modules():
         for name, node in module.names.items():
             if isinstance(node, ast.ClassDef):
-                found = Found(kind="class", module=module, name=name, node=node)
+                found = Definition(kind="class", module=module, name=name, node=node)
                 bases = tuple(dict.fromkeys(_their_bases(sources, found)))
                 if bases:
                     yield Subclass(found=found, bases=bases)
 
 
-def _their_bases(sources: Sources, found: Found) -> Iterator[str]:
+def _their_bases(sources: Sources, found: Definition) -> Iterator[str]:
     """Yield the places of verl's classes that a class, or one of this package above it, names as bases."""
     aliases = _aliases(sources, found.module)
     assert isinstance(found.node, ast.ClassDef)
@@ -174,7 +194,7 @@ def _their_bases(sources: Sources, found: Found) -> Iterator[str]:
                 yield from _their_bases(sources, above)
 
 
-def own_of(sources: Sources, found: Found) -> list[Found]:
+def own_of(sources: Sources, found: Definition) -> list[Definition]:
     """Return a class and its ancestors, as far as this package defines them."""
     return [owner for owner in sources.ancestors(found) if owner.module.name.startswith(OURS)]
 
@@ -182,7 +202,7 @@ def own_of(sources: Sources, found: Found) -> list[Found]:
 def _inherited(sources: Sources, subclass: Subclass) -> Iterator[Use]:
     """Yield the members of verl's classes that a class of this package overrides or uses."""
     own = own_of(sources, subclass.found)
-    defined: dict[str, Member] = {}
+    defined: dict[str, ClassMember] = {}
     for owner in own:
         for name, member in own_members(owner).items():
             if not isinstance(member.node, ast.Attribute):  # assigned in a method: verl may define it
@@ -190,7 +210,7 @@ def _inherited(sources: Sources, subclass: Subclass) -> Iterator[Use]:
 
     for place in subclass.bases:
         base = sources.at(place)
-        if not isinstance(base, Found) or base.kind != "class":
+        if not isinstance(base, Definition) or base.kind != "class":
             continue
         theirs = {
             name: member
@@ -204,8 +224,8 @@ def _inherited(sources: Sources, subclass: Subclass) -> Iterator[Use]:
             yield from _through_self(owner, place, set(theirs), set(defined))
 
 
-def _override(place: str, member: Member) -> Use:
-    plain = isinstance(member.node, signatures.Function) and not decorators(member.node) & {
+def _override(place: str, member: ClassMember) -> Use:
+    plain = isinstance(member.node, signatures.FunctionNode) and not decorators(member.node) & {
         "property",
         "staticmethod",
         "classmethod",
@@ -216,15 +236,15 @@ def _override(place: str, member: Member) -> Use:
         how="overrides",
         where=_where(member.owner.module, member.node),
         signature=signatures.of_function(member.node)
-        if plain and isinstance(member.node, signatures.Function)
+        if plain and isinstance(member.node, signatures.FunctionNode)
         else None,
     )
 
 
-def _through_self(owner: Found, place: str, theirs: set[str], defined: set[str]) -> Iterator[Use]:
+def _through_self(owner: Definition, place: str, theirs: set[str], defined: set[str]) -> Iterator[Use]:
     """Yield what the methods of a class take from `self` or `super()` that verl's class defines."""
     assert isinstance(owner.node, ast.ClassDef)
-    called: dict[int, Call] = {}
+    called: dict[int, CallShape] = {}
     for node in ast.walk(owner.node):
         if isinstance(node, ast.Call):
             called[id(node.func)] = signatures.of_call(node)

@@ -139,7 +139,7 @@ def is_finite(value: Any) -> bool:
         return False
 
 
-class Verdict(NamedTuple):
+class GroupVerdict(NamedTuple):
     """The decision not to train a group."""
 
     why: str
@@ -166,7 +166,7 @@ class BadData:
         self._failures: Counter[str] = Counter()
         self._groups = self._dropped = 0
 
-    def judge(self, uid: str, prompt: str, flaws: Sequence[Flaw]) -> Verdict | None:
+    def judge(self, uid: str, prompt: str, flaws: Sequence[Flaw]) -> GroupVerdict | None:
         """Decide about a finished group; returns None if it is trained. `prompt`: identifies the
         prompt.
 
@@ -183,9 +183,9 @@ class BadData:
             del self._failures[prompt]
             self.quarantined[prompt] = uid, str(worst)
             self._drop(str(worst))
-        return Verdict(str(worst), again)
+        return GroupVerdict(str(worst), again)
 
-    def refuse(self, prompt: str) -> Verdict | None:
+    def refuse(self, prompt: str) -> GroupVerdict | None:
         """Return a verdict if the prompt is quarantined, so that no replica generates for it, or
         None. Raises as `judge`.
         """
@@ -194,7 +194,7 @@ class BadData:
             return None
         why = f"quarantined since group {found[0]}: {found[1]}"
         self._drop(why)
-        return Verdict(why, False)
+        return GroupVerdict(why, False)
 
     def metrics(self) -> dict[str, float]:
         """Return the groups so far by kind, and the number of quarantined prompts."""

@@ -106,7 +106,7 @@ class _Deadline:
         self._timer = task.get_loop().call_later(wait.timeout_s, self.expire)
         self._cancels_before = self._pending_cancels()
         self.expired = False
-        self.why = wait.in_words()
+        self.why = wait.describe()
         self.held_by = ""
 
     def expire(self) -> None:

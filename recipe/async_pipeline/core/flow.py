@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
 from .background import BackgroundWork
 from .cancellation import no_stray_cancellation
 from .channel import Channel
@@ -42,12 +41,13 @@ from .degradation import Change, Level, StepDown
 from .events import EventLog, Guard, unguarded
 from .fates import FateRegister, Settlement
 from .flow_state import FlowState
+from .graph import graph_of, insert_role, role_class
 from .items import Publication, StepBatch
 from .ledger import Ledger
 from .pools import DevicePool, PoolSet
 from .progress import Excused
 from .schedule import synchronous
-from .stage import ROLES, RoleStateMachine, create_role_state_machine
+from .stage import RoleStateMachine, create_role_state_machine
 from .staleness import Versions
 from .state_machine import TERMINAL, StageState
 from .trainer_protocol import PipelineTrainer
@@ -55,22 +55,6 @@ from .wait_graph import Holders
 
 KEPT_PUBLICATIONS = 1000
 """Number of weight updates that are kept for the medians of the summary; `events.jsonl` has all of them."""
-GRAPH: Mapping[str, tuple[str, ...]] = {
-    "dataloader": ("generate",),
-    "generate": ("rollout",),
-    "rollout": ("logp", "ref_logp", "values"),
-    "logp": ("reward",),
-    "ref_logp": ("reward",),
-    "values": ("reward",),
-    "reward": ("train", "critic"),
-    "critic": (),
-    "train": ("param_update",),
-    "param_update": (),
-}
-"""The consumers of each stage. A stage that a run does not need is left out with its edges."""
-
-OPTIONAL = ("ref_logp", "values", "critic")
-"""Stages that a run may leave out."""
 EDGE_CAPACITY = 2
 """Items that may wait between two batch stages; admission bounds the total, this bounds each edge."""
 
@@ -287,7 +271,7 @@ class AsyncTrainingFlow:
 
     def _wire(self) -> None:
         with no_stray_cancellation(lambda: "the wiring of the stages", lambda: False):
-            lanes = {role: _role(role).lanes(self) for role in self.graph}
+            lanes = {role: role_class(role).lanes(self) for role in self.graph}
         self.pools = PoolSet(
             {
                 name: DevicePool(name, devices, slots=self._slots(name, lanes), clock=self.clock)
@@ -347,44 +331,3 @@ class AsyncTrainingFlow:
                 await self.trainer.watch()
         except Exception as error:  # noqa: BLE001  it is raised when all stages have stopped
             self._stop("watch", error)
-
-
-def _role(name: str) -> type[RoleStateMachine]:
-    if name not in ROLES:
-        raise ConfigError(f"no stage is called {name!r}; registered: {', '.join(sorted(ROLES))}")
-    return ROLES[name]
-
-
-def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the graph of these stages only.
-
-    Raises ConfigError if a stage is unknown or a required one is missing.
-    """
-    wanted = set(roles)
-    unknown = wanted - GRAPH.keys()
-    if unknown:
-        raise ConfigError(f"unknown stages {sorted(unknown)}; the pipeline has {', '.join(GRAPH)}")
-    missing = GRAPH.keys() - wanted - set(OPTIONAL)
-    if missing:
-        raise ConfigError(f"stages {sorted(missing)} cannot be left out; only {', '.join(OPTIONAL)} can")
-    if ("values" in wanted) != ("critic" in wanted):
-        raise ConfigError("stages values and critic belong together; name both or neither")
-    return {a: tuple(b for b in bs if b in wanted) for a, bs in GRAPH.items() if a in wanted}
-
-
-def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str, before: str) -> None:
-    """Insert a registered stage into the edge `after` -> `before` of a graph.
-
-    Raises ConfigError if the stage or the edge does not exist, or the stage is in the graph already.
-    """
-    if role_name not in ROLES:
-        raise ConfigError(
-            f"no stage is called {role_name!r}; decorate its class with @register_role({role_name!r})"
-        )
-    if role_name in graph:
-        raise ConfigError(f"stage {role_name!r} is in the pipeline already")
-    if before not in graph.get(after, ()):
-        edges = ", ".join(f"{a}->{b}" for a, bs in graph.items() for b in bs)
-        raise ConfigError(f"there is no edge {after}->{before} to insert {role_name!r} on; edges: {edges}")
-    graph[after] = tuple(role_name if b == before else b for b in graph[after])
-    graph[role_name] = (before,)

@@ -11,7 +11,7 @@ Every prompt that was drawn is in exactly one place then:
     in flight                            an entry with neither: its prompt is dispatched again
     not entered                          with the trainer, which hands prompts out in the order of its draws
 
-Tickets are not kept: the resumed process requests new ones as soon as weights are served.
+Admissions are not kept: the resumed process requests new ones as soon as weights are served.
 """
 
 from __future__ import annotations

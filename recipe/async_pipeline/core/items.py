@@ -7,16 +7,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from .token_spans import TokenSpan
+
 
 @dataclass(frozen=True, kw_only=True)
-class Ticket:
+class Admission:
     """Permission to draw prompts."""
 
     step: int
     """The optimizer step that the first of these prompts is drawn for."""
     prompts: int
     version: int
-    """The oldest version that any replica served when the ticket was issued."""
+    """The oldest version that any replica served when the admission was issued."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class Trajectory:
     """Version that generated its oldest span."""
     last_version: int
     num_tokens: int
-    spans: tuple[tuple[int, int], ...] | None = None
+    spans: tuple[TokenSpan, ...] | None = None
     """`(version, start)` of each span: the version generated the response from position `start` on, up to the
     next span. Positions count all tokens of the response, tokens of tools included. None: unknown.
     """

@@ -24,6 +24,7 @@ from ..errors import ConservationError
 from .fates import FateRegister, Settlement
 from .items import Group, Trajectory
 from .token_ages import oldest_trained
+from .token_spans import pairs_of
 
 Why = Literal["stale", "flawed", "resumed"]
 """Why responses to a prompt are generated again: it held up a step, its data was bad, or the run was resumed.
@@ -199,7 +200,7 @@ def _fields_of(one: Trajectory) -> dict[str, Any]:
     """Return what the ledger records of a trajectory."""
     fields = {"key": one.key, "first": one.first_version, "last": one.last_version, "tokens": one.num_tokens}
     if one.spans is not None:
-        fields["spans"] = [list(span) for span in one.spans]
+        fields["spans"] = pairs_of(one.spans)
     if one.reward is not None:
         fields["reward"] = one.reward
     if one.turns is not None and one.turns > 1:

@@ -23,11 +23,12 @@ from .fates import Fate
 from .items import Trajectory
 from .session_keys import last_keys
 from .token_ages import oldest_in, oldest_trained
+from .token_spans import spans_of
 
 SHOWN = 20
 """Violations that are kept in full; further ones are only counted."""
 ENDS = ("completed", "interrupted", "failed")
-Record = Mapping[str, Any]
+LedgerFields = Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -84,7 +85,7 @@ class _Books:
         self._versions: dict[str, int] = {}
         self._served = -1
         self._last_step = 0
-        self._handlers: Mapping[str, Callable[[Record], None]] = {
+        self._handlers: Mapping[str, Callable[[LedgerFields], None]] = {
             "opened": self._opened,
             "resumed": self._resumed,
             "dispatched": self._dispatched,
@@ -98,7 +99,7 @@ class _Books:
             **dict.fromkeys(("filtered", "expired", "failed"), self._given_up),
         }
 
-    def read(self, record: Record) -> None:
+    def read(self, record: LedgerFields) -> None:
         kind, number = str(record.get("kind")), record.get("n")
         if not isinstance(number, int) or kind not in self._handlers:
             self._violation(
@@ -148,18 +149,18 @@ class _Books:
 
     # One record each.
 
-    def _begin(self, record: Record) -> None:
+    def _begin(self, record: LedgerFields) -> None:
         self.audit.processes += 1
         self.audit.status = "running"
         self.audit.max_lag, self._last_step = int(record["max_lag"]), int(record["last_step"])
         self._served = -1
 
-    def _opened(self, record: Record) -> None:
+    def _opened(self, record: LedgerFields) -> None:
         if self._number != 1:
             self._violation(f"record {self._number} opens a ledger that was open")
         self._begin(record)
 
-    def _resumed(self, record: Record) -> None:
+    def _resumed(self, record: LedgerFields) -> None:
         """Read the record of a resumption; also the first record of a run resumed from another ledger."""
         if self.audit.processes == 0:
             self._live = dict.fromkeys(record["in_flight"])
@@ -184,7 +185,7 @@ class _Books:
     _finished_elsewhere: set[str] = set()
     """Prompts whose responses may be recorded in another ledger."""
 
-    def _dispatched(self, record: Record) -> None:
+    def _dispatched(self, record: LedgerFields) -> None:
         uid = str(record["uid"])
         if uid in self._live or uid in self._fates:
             self._violation(f"prompt {uid} was dispatched twice")
@@ -192,14 +193,14 @@ class _Books:
         self._live[uid] = None
         self.audit.dispatched += 1
 
-    def _again(self, record: Record) -> None:
+    def _again(self, record: LedgerFields) -> None:
         uid = str(record["uid"])
         if self._require_live(uid, f"answered again ({record['why']})"):
             self._live[uid] = None
             self._finished_elsewhere.discard(uid)
             self.audit.regenerated += 1
 
-    def _finished(self, record: Record) -> None:
+    def _finished(self, record: LedgerFields) -> None:
         uid = str(record["uid"])
         if not self._require_live(uid, "finished"):
             return
@@ -213,13 +214,13 @@ class _Books:
         self.audit.ends.update(str(one["end"]) for one in episodes if "end" in one)
         self._finished_elsewhere.discard(uid)
 
-    def _given_up(self, record: Record) -> None:
+    def _given_up(self, record: LedgerFields) -> None:
         uid, fate = str(record["uid"]), record["kind"]
         if self._require_live(uid, fate):
             del self._live[uid]
             self._fates[uid] = fate
 
-    def _trained(self, record: Record) -> None:
+    def _trained(self, record: LedgerFields) -> None:
         step, uids = int(record["step"]), [str(uid) for uid in record["uids"]]
         if step != self.audit.steps + 1:
             self._violation(f"step {step} was committed after step {self.audit.steps}")
@@ -260,7 +261,7 @@ class _Books:
                     "allowed"
                 )
 
-    def _serves(self, record: Record) -> None:
+    def _serves(self, record: LedgerFields) -> None:
         version = int(record["version"])
         if version <= self._served:
             self._violation(f"version {version} was served after version {self._served}")
@@ -268,7 +269,7 @@ class _Books:
             self._violation(f"version {version} was served before step {version} was trained")
         self._served = version
 
-    def _closed(self, record: Record) -> None:
+    def _closed(self, record: LedgerFields) -> None:
         self.audit.status = str(record["status"])
         if self.audit.status not in ENDS:
             self._violation(f"the run ended as {self.audit.status!r}; it can be {', '.join(ENDS)}")
@@ -290,7 +291,7 @@ class _Books:
                 self._violation(f"the run counts {record[fate]} prompts {fate}, its ledger {count}")
 
 
-def _trajectory_of(record: Record) -> Trajectory:
+def _trajectory_of(record: LedgerFields) -> Trajectory:
     """Return what the age of a trajectory depends on."""
     key, spans = str(record["key"]), record.get("spans")
     return Trajectory(
@@ -298,11 +299,11 @@ def _trajectory_of(record: Record) -> Trajectory:
         first_version=int(record["first"]),
         last_version=int(record.get("last", record["first"])),
         num_tokens=int(record.get("tokens", 0)),
-        spans=None if spans is None else tuple((int(version), int(start)) for version, start in spans),
+        spans=None if spans is None else spans_of(spans),
     )
 
 
-def audit(records: Iterable[Record], void: int = 0) -> Audit:
+def audit(records: Iterable[LedgerFields], void: int = 0) -> Audit:
     """Check the records that count, in order; see `valid`. `void`: the number of records left out."""
     books = _Books()
     for record in records:
@@ -340,7 +341,7 @@ def horizon(resumptions: Sequence[tuple[int, int]]) -> Callable[[int, int], bool
     return counts
 
 
-def valid(records: Sequence[Record]) -> Iterator[Record]:
+def valid(records: Sequence[LedgerFields]) -> Iterator[LedgerFields]:
     """Yield the records that count."""
     resumptions = [(i, int(r["n"])) for i, r in enumerate(records) if r["kind"] == "resumed"]
     counts = horizon(resumptions)

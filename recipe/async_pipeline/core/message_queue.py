@@ -4,7 +4,7 @@
 It decides when prompts may be drawn, which finished groups the next step takes, and what becomes of a group
 that holds up a step. All strategies are settings of this one queue.
 
-    next_ticket ──► enter ──► (in flight) ──► arrive ──► put ──► take
+    next_admission ──► enter ──► (in flight) ──► arrive ──► put ──► take
      admission                    │                     finished      step s, s+1, ...
                                   ├── recalled: dropped, or generated again
                                   └── postponed: its oldest tokens will be masked
@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import ChannelClosed, ConservationError, StageProtocolError, StalenessViolation
 from .flow_state import EntryState, QueueState
-from .items import Group, Prompt, Ticket
+from .items import Admission, Group, Prompt
 from .recall import Recall
 from .staleness import Versions
 from .token_ages import newest, oldest_in, with_masks
@@ -90,8 +90,8 @@ class MessageQueue:
 
     # Admission.
 
-    async def next_ticket(self) -> Ticket:
-        """Return a ticket for as many prompts as fit, at most a batch.
+    async def next_admission(self) -> Admission:
+        """Return an admission for as many prompts as fit, at most a batch.
 
         Waits for: room. Unblocked by: a weight update that is served, a group that is given up or
         filtered. Raises ChannelClosed if the last step was taken, and StageProtocolError if another
@@ -112,7 +112,7 @@ class MessageQueue:
         step = self._last_step + 1 - -(-self._to_admit // self.batch)
         self._to_admit -= room
         self._groups.promise(room, version + self.max_lag)
-        return Ticket(step=step, prompts=room, version=version)
+        return Admission(step=step, prompts=room, version=version)
 
     def depth_changed(self) -> None:
         """Check for room again, because `depth` has changed."""
@@ -127,7 +127,7 @@ class MessageQueue:
         return max(0, min(self._to_admit, self.batch, limit - self.untrained))
 
     def enter(self, prompt: Prompt, version: int) -> None:
-        """Enter a prompt that was drawn with a ticket, while `version` was the oldest served."""
+        """Enter a prompt that was drawn with an admission, while `version` was the oldest served."""
         self._groups.draw(prompt.uid, Entry(number=self._next_number(), due=version + self.max_lag))
 
     # In flight.
@@ -208,7 +208,7 @@ class MessageQueue:
 
     @property
     def untrained(self) -> int:
-        """Groups in flight or finished, and groups with a ticket that are not drawn yet."""
+        """Groups in flight or finished, and groups with an admission that are not drawn yet."""
         return len(self._groups)
 
     @property

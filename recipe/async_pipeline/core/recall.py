@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from ..errors import StageProtocolError
 
 T = TypeVar("T")
-Verdict = Literal["regenerate", "drop"]
+RecallVerdict = Literal["regenerate", "drop"]
 """What becomes of a recalled group: its responses are generated again, or it is given up."""
 
 
@@ -25,11 +25,11 @@ class Recall:
     """
 
     def __init__(self) -> None:
-        self.verdict: Verdict | None = None
+        self.verdict: RecallVerdict | None = None
         """None until the group is recalled."""
         self._calls: dict[Callable[[], object], None] = {}
 
-    def give(self, verdict: Verdict) -> None:
+    def give(self, verdict: RecallVerdict) -> None:
         """Recall the group. Raises StageProtocolError if it was recalled before."""
         if self.verdict is not None:
             raise StageProtocolError(f"a group was recalled twice: {self.verdict}, then {verdict}")

@@ -25,7 +25,7 @@ from .message_queue import MessageQueue
 from .staleness import Versions
 from .untrained_groups import Order, Straggler
 
-OldLogp = Literal["trainer", "logp_pool", "rollout"]
+OldLogpSource = Literal["trainer", "logp_pool", "rollout"]
 """The source of a step's old log-probs: the trainer before the step, a copy that holds the last version
 published before that, or the rollout.
 """
@@ -60,7 +60,7 @@ class Schedule:
     """Optimizer steps between weight updates."""
     ref_refresh_every: int = 0
     """Steps after which the reference policy becomes the trained one, or 0 if it never does."""
-    old_logp: OldLogp = "trainer"
+    old_logp: OldLogpSource = "trainer"
     validate_every: int = 0
     """Versions between validations, or 0 for none."""
     validate_first: bool = False

@@ -15,21 +15,33 @@ To add a custom stage: subclass `RoleStateMachine`, implement `process`, decorat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..errors import ChannelClosed, ConfigError, StageProtocolError
 from .cancellation import no_stray_cancellation
 from .channel import Channel
 from .deadline import within
 from .pools import DevicePool, Lease
-from .staleness import MADE_BY, Kind
+from .staleness import MADE_BY, VersionKind
 from .state_machine import TERMINAL, Event, StageState, StateMachine
 
 if TYPE_CHECKING:
-    from .flow import AsyncTrainingFlow
+    from .background import BackgroundWork
+    from .clock import Clock
+    from .degradation import Change, StepDown
+    from .events import EventLog
+    from .fates import FateRegister
+    from .flow_state import FlowState
+    from .items import Publication, StepBatch
+    from .ledger import Ledger
+    from .message_queue import MessageQueue
+    from .progress import Excused
+    from .schedule import Schedule
+    from .staleness import Versions
     from .trainer_protocol import PipelineTrainer
+    from .wait_graph import Holders
 
 T = TypeVar("T")
 R = TypeVar("R", bound="type[RoleStateMachine]")
@@ -37,12 +49,54 @@ R = TypeVar("R", bound="type[RoleStateMachine]")
 ROLES: dict[str, type[RoleStateMachine]] = {}
 
 
+class Pipeline(Protocol):
+    """The pipeline as its stages see it: `core/flow.py:AsyncTrainingFlow`."""
+
+    enable_async_rl: bool
+    clock: Clock
+    schedule: Schedule
+    max_lag: int
+    graph: dict[str, tuple[str, ...]]
+    versions: Versions
+    queue: MessageQueue
+    fates: FateRegister
+    ledger: Ledger
+    step_down: StepDown
+    machines: list[RoleStateMachine]
+    log: EventLog
+    criticised: dict[int, StepBatch]
+    """Batches that the critic has learned from, until their step is finished."""
+    excused: Excused
+    """Seconds in which stages wait for a checkpoint."""
+    background: BackgroundWork
+    failures: list[tuple[str, Exception]]
+    """Errors in the order of their occurrence; the first is the cause."""
+    resumed: FlowState | None
+    """The checkpoint that this process resumes from; None if the run starts from the beginning."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether tasks of stages may be cancelled now."""
+
+    def check_books(self) -> None:
+        """Raise ConservationError if the prompts in flight differ from the prompts in the pipeline."""
+
+    def state(self, step: int) -> FlowState:
+        """Return what a checkpoint of `step` holds."""
+
+    def published(self, publication: Publication) -> Change | None:
+        """Record a finished weight update; returns the change of asynchrony, or None."""
+
+    def describe(self, machines: Iterable[RoleStateMachine]) -> Holders:
+        """Describe the states of some stages, for the message of an expired wait."""
+
+
 class RoleStateMachine(ABC):
     """One lane of one stage. Subclasses implement the work on an item; this class does the rest."""
 
     role: ClassVar[str]
 
-    def __init__(self, *, pipeline: AsyncTrainingFlow, trainer: PipelineTrainer, lane: int = 0) -> None:
+    def __init__(self, *, pipeline: Pipeline, trainer: PipelineTrainer, lane: int = 0) -> None:
         self.pipeline = pipeline
         self.trainer = trainer
         self.lane = lane
@@ -54,7 +108,7 @@ class RoleStateMachine(ABC):
         self._item: dict[str, Any] = {}
 
     @classmethod
-    def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
+    def lanes(cls, pipeline: Pipeline) -> int:
         """Return how many items this stage may work on at once in this pipeline."""
         return 1
 
@@ -135,7 +189,7 @@ class RoleStateMachine(ABC):
         lane = {"lane": self.lane} if self.lane else {}
         self.pipeline.log.append(self.role, event, self.state.name, **lane, **{**self._item, **fields})
 
-    async def until(self, kind: Kind, version: int) -> None:
+    async def until(self, kind: VersionKind, version: int) -> None:
         """Return once a version is trained, gathered or served, or the critic has learned from that
         step.
 
@@ -262,7 +316,7 @@ def register_role(name: str) -> Callable[[R], R]:
 
 def create_role_state_machine(
     role_name: str,
-    pipeline: AsyncTrainingFlow,
+    pipeline: Pipeline,
     trainer: PipelineTrainer,
     use_async_rl: bool = True,
     lane: int = 0,

@@ -14,8 +14,8 @@ from typing import Literal
 
 from ..errors import StalenessViolation, VersionNotServed
 
-Kind = Literal["trained", "saved", "gathered", "served", "critic"]
-MADE_BY: Mapping[Kind, str] = {
+VersionKind = Literal["trained", "saved", "gathered", "served", "critic"]
+MADE_BY: Mapping[VersionKind, str] = {
     "trained": "train",
     "saved": "train",
     "gathered": "param_update",
@@ -72,8 +72,14 @@ class Versions:
     """
 
     def __init__(self) -> None:
-        self._reached: dict[Kind, int] = {"trained": 0, "saved": 0, "gathered": -1, "served": -1, "critic": 0}
-        self._waiters: list[tuple[Kind, int, asyncio.Future[None]]] = []
+        self._reached: dict[VersionKind, int] = {
+            "trained": 0,
+            "saved": 0,
+            "gathered": -1,
+            "served": -1,
+            "critic": 0,
+        }
+        self._waiters: list[tuple[VersionKind, int, asyncio.Future[None]]] = []
         self._served_more: list[Callable[[], object]] = []
 
     @property
@@ -131,11 +137,11 @@ class Versions:
         """Call `call` whenever every replica serves a new version."""
         self._served_more.append(call)
 
-    def reached(self, kind: Kind) -> int:
+    def reached(self, kind: VersionKind) -> int:
         """Return the newest version of `kind`."""
         return self._reached[kind]
 
-    async def wait_for(self, kind: Kind, version: int) -> None:
+    async def wait_for(self, kind: VersionKind, version: int) -> None:
         """Return once `kind` has reached `version`; at once if it has.
 
         Waits for: the counter. Unblocked by: `advance_*`. Safe to cancel.
@@ -149,7 +155,7 @@ class Versions:
         finally:
             self._waiters.remove(waiter)
 
-    def _advance(self, kind: Kind, version: int) -> None:
+    def _advance(self, kind: VersionKind, version: int) -> None:
         if version < self._reached[kind]:
             raise StalenessViolation(f"{kind} version cannot go back from {self._reached[kind]} to {version}")
         self._reached[kind] = version

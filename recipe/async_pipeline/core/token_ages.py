@@ -21,9 +21,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .items import Group, Trajectory
+from .token_spans import TokenSpan
 
 
-class Written(NamedTuple):
+class AgedTokens(NamedTuple):
     """Tokens of a response that one version wrote, with the tokens of tools behind them."""
 
     version: int
@@ -31,13 +32,13 @@ class Written(NamedTuple):
     end: int
 
 
-def written(one: Trajectory) -> Iterator[Written]:
+def written(one: Trajectory) -> Iterator[AgedTokens]:
     """Yield what each version wrote. With unknown spans, all of it counts as written by the oldest one."""
-    spans = one.spans or ((one.first_version, 0),)
+    spans = one.spans or (TokenSpan(one.first_version, 0),)
     for (version, start), (_, following) in pairwise((*spans, (0, one.num_tokens))):
         end = min(following, one.num_tokens)
         if start < end:
-            yield Written(version, start, end)
+            yield AgedTokens(version, start, end)
 
 
 def oldest_trained(one: Trajectory) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from .degradation import Caution, Change
 from .flow_state import FlowState
-from .items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
+from .items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch
 from .recall import Recall
 from .schedule import Schedule
 
@@ -49,8 +49,8 @@ class PipelineTrainer(Protocol):
 
     # Work.
 
-    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
-        """Return the next prompts of the dataset, as many as the ticket allows."""
+    async def draw_prompts(self, admission: Admission) -> PromptBatch:
+        """Return the next prompts of the dataset, as many as the admission allows."""
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         """Return prompts that were in flight in the checkpoint, in this order."""

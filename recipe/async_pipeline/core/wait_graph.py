@@ -39,7 +39,7 @@ class Wait:
     timeout_s: float | None
     holder: Callable[[], str] | None = None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describe an expired wait."""
         return f"{self.owner} waited {self.timeout_s:g} s for {self.what}"
 
@@ -76,7 +76,7 @@ class Waits:
 
     def expired(self, wait: Wait) -> str:
         """Report that the deadline of a wait has passed; returns the cause."""
-        return wait.in_words() if self.on_expiry is None else self.on_expiry(wait)
+        return wait.describe() if self.on_expiry is None else self.on_expiry(wait)
 
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Waits] = WeakKeyDictionary()

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import ConfigError
-from .schedule import Schedule, shifted, shifted_schedule
+from .schedule import NoiseSchedule, shifted, shifted_schedule
 
 Conditions = Mapping[str, torch.Tensor]
 _ATTENTION = (
@@ -44,7 +44,7 @@ class Family(ABC):
         """Return the channels of a latent, by the transformer's config."""
 
     @abstractmethod
-    def schedule(self, num_steps: int, scheduler: Mapping[str, Any], tokens: int) -> Schedule:
+    def schedule(self, num_steps: int, scheduler: Mapping[str, Any], tokens: int) -> NoiseSchedule:
         """Return the noise levels that the model is sampled with; `tokens`: patches of the image."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class StableDiffusion3(Family):
     def latent_channels(self, config: Mapping[str, Any]) -> int:
         return int(config["in_channels"])
 
-    def schedule(self, num_steps: int, scheduler: Mapping[str, Any], tokens: int) -> Schedule:
+    def schedule(self, num_steps: int, scheduler: Mapping[str, Any], tokens: int) -> NoiseSchedule:
         """Return levels down to the smallest one of training; diffusers shifts that one twice."""
         smallest = 1 / scheduler.get("num_train_timesteps", 1000)
         if scheduler.get("use_dynamic_shifting", False):
@@ -101,7 +101,7 @@ class Flux(Family):
     def latent_channels(self, config: Mapping[str, Any]) -> int:
         return int(config["in_channels"]) // 4
 
-    def schedule(self, num_steps: int, scheduler: Mapping[str, Any], tokens: int) -> Schedule:
+    def schedule(self, num_steps: int, scheduler: Mapping[str, Any], tokens: int) -> NoiseSchedule:
         """Return levels of equally spaced times down to 1 / steps, shifted by the size of the image."""
         dynamic = scheduler.get("use_dynamic_shifting", False)
         shift = dynamic_shift(scheduler, tokens) if dynamic else scheduler.get("shift", 1.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .families import Family, family_of
-from .schedule import Schedule
+from .schedule import NoiseSchedule
 
 INDEX = "model_index.json"
 
@@ -50,7 +50,7 @@ class ModelFolder:
         channels = self.family.latent_channels(self._transformer_config)
         return channels, height // self.scale, width // self.scale
 
-    def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
+    def schedule(self, num_steps: int, height: int, width: int) -> NoiseSchedule:
         """Return the noise levels for an image of a size."""
         _, rows, columns = self.latent_shape(height, width)
         tokens = rows // self._patch * (columns // self._patch)

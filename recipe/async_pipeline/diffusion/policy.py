@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .schedule import Schedule
-from .sde import Kind, Transition, transition
+from .schedule import NoiseSchedule
+from .sde import SdeKind, Transition, transition
 
 VelocityField = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 """Latents (rows, ...), noise levels (rows,) and conditions (rows, ...) to velocities, float32."""
@@ -57,8 +57,8 @@ def evaluate(
     latents: torch.Tensor,
     steps: torch.Tensor,
     conditions: Mapping[str, torch.Tensor],
-    schedule: Schedule,
-    kind: Kind,
+    schedule: NoiseSchedule,
+    kind: SdeKind,
     noise_level: float,
 ) -> StepValues:
     """Evaluate the recorded steps of some samples.

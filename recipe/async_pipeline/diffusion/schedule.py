@@ -2,7 +2,7 @@
 """Noise levels of a flow matching sampler.
 
 A sample at noise level s is x_s = (1 - s) x_0 + s e, with data x_0 and noise e. A sampler walks from s = 1 to
-s = 0 along a `Schedule`. Flow matching models for large images are trained with levels that are shifted
+s = 0 along a `NoiseSchedule`. Flow matching models for large images are trained with levels that are shifted
 towards noise, s -> k s / (1 + (k - 1) s) (Stable Diffusion 3, arXiv 2403.03206, equation 23), and are sampled
 with the same shift.
 """
@@ -17,7 +17,7 @@ import torch
 from ..errors import ConfigError
 
 
-class Interval(NamedTuple):
+class NoiseInterval(NamedTuple):
     """The part of a schedule that one step covers, for each row of a batch; float64 of shape (rows,)."""
 
     sigma: torch.Tensor
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class NoiseSchedule:
     """The noise levels of one sampler."""
 
     sigmas: torch.Tensor
@@ -50,15 +50,15 @@ class Schedule:
     def num_steps(self) -> int:
         return len(self.sigmas) - 1
 
-    def at(self, steps: torch.Tensor) -> Interval:
+    def at(self, steps: torch.Tensor) -> NoiseInterval:
         """Return the intervals of some steps, counted from 0; `steps` is an integer tensor (rows,)."""
         sigmas = self.sigmas
-        return Interval(sigmas[steps], sigmas[steps + 1], sigmas[1].expand(len(steps)))
+        return NoiseInterval(sigmas[steps], sigmas[steps + 1], sigmas[1].expand(len(steps)))
 
 
-def joined(intervals: list[Interval]) -> Interval:
+def joined(intervals: list[NoiseInterval]) -> NoiseInterval:
     """Return the intervals of several batches as one batch."""
-    return Interval(*(torch.cat(parts) for parts in zip(*intervals, strict=True)))
+    return NoiseInterval(*(torch.cat(parts) for parts in zip(*intervals, strict=True)))
 
 
 def shifted(times: torch.Tensor, shift: float) -> torch.Tensor:
@@ -66,7 +66,7 @@ def shifted(times: torch.Tensor, shift: float) -> torch.Tensor:
     return shift * times / (1 + (shift - 1) * times)
 
 
-def shifted_schedule(num_steps: int, *, shift: float, last: float) -> Schedule:
+def shifted_schedule(num_steps: int, *, shift: float, last: float) -> NoiseSchedule:
     """Return the schedule whose times are equally spaced from 1 to `last`, and then 0.
 
     Raises ConfigError if there is no such schedule.
@@ -80,4 +80,4 @@ def shifted_schedule(num_steps: int, *, shift: float, last: float) -> Schedule:
     times = torch.linspace(1.0, last, num_steps, dtype=torch.float64)
     levels = shifted(times, shift)
     levels[0] = 1.0
-    return Schedule(torch.cat([levels, levels.new_zeros(1)]))
+    return NoiseSchedule(torch.cat([levels, levels.new_zeros(1)]))

@@ -38,10 +38,10 @@ from typing import Literal, get_args
 import torch
 
 from ..errors import ConfigError
-from .schedule import Interval
+from .schedule import NoiseInterval
 
-Kind = Literal["sde", "cps", "dance_sde", "ode"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+SdeKind = Literal["sde", "cps", "dance_sde", "ode"]
+KINDS: tuple[SdeKind, ...] = get_args(SdeKind)
 _LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -49,7 +49,7 @@ _LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
 class Transition:
     """The Gaussians of one step of each row of a batch; all tensors float64 of shape (rows,)."""
 
-    kind: Kind
+    kind: SdeKind
     of_x: torch.Tensor
     """Coefficient of x in the mean."""
     of_velocity: torch.Tensor
@@ -113,7 +113,7 @@ class Transition:
             )
 
 
-def transition(kind: Kind, interval: Interval, noise_level: float) -> Transition:
+def transition(kind: SdeKind, interval: NoiseInterval, noise_level: float) -> Transition:
     """Return the Gaussians of one step of each row; `noise_level` is a in the formulas.
 
     Raises ConfigError if the kind is unknown or the noise level is out of range.
@@ -153,7 +153,7 @@ def check_noise(kind: str, noise_level: float) -> None:
         raise ConfigError(f"noise_level must be {bounds} for sde_type {kind}, got {noise_level}")
 
 
-def _diffusion(kind: Kind, interval: Interval, noise_level: float) -> torch.Tensor:
+def _diffusion(kind: SdeKind, interval: NoiseInterval, noise_level: float) -> torch.Tensor:
     sigma = interval.sigma
     if kind == "ode":
         return torch.zeros_like(sigma)

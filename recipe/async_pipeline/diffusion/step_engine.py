@@ -26,13 +26,13 @@ import torch
 from ..errors import ConfigError, WeightSyncError
 from .families import Conditions, stacked
 from .policy import VelocityField, velocities
-from .schedule import Schedule, joined
-from .sde import Kind, check_noise, transition
+from .schedule import NoiseSchedule, joined
+from .sde import SdeKind, check_noise, transition
 from .seeds import stream
-from .windows import Window
+from .windows import SdeWindow
 
 T = TypeVar("T")
-Span = tuple[int, int]
+StepSpan = tuple[int, int]
 """A version, and the first of the SDE steps, counted from 0, that it made."""
 
 
@@ -40,12 +40,12 @@ Span = tuple[int, int]
 class Sampling:
     """How a sample is drawn."""
 
-    schedule: Schedule
+    schedule: NoiseSchedule
     shape: tuple[int, ...]
     """Shape of its latent."""
-    kind: Kind = "ode"
+    kind: SdeKind = "ode"
     noise_level: float = 0.0
-    window: Window | None = None
+    window: SdeWindow | None = None
     """Its SDE steps; None if all steps are ODE steps, as in validation."""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SampleRequest:
     """One sample to be drawn."""
 
     name: str
@@ -77,7 +77,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class FinishedSample:
     """A finished sample; all tensors on the CPU, float32."""
 
     name: str
@@ -89,21 +89,21 @@ class Sample:
     """Index of each SDE step in the schedule."""
     log_probs: torch.Tensor
     """Of each SDE step, by the version that made it."""
-    spans: tuple[Span, ...]
+    spans: tuple[StepSpan, ...]
 
 
 @dataclass
 class _Open:
     """A sample that is being drawn."""
 
-    request: Request
+    request: SampleRequest
     x: torch.Tensor
     noise: torch.Generator
     step: int = 0
     """The next one."""
     latents: list[torch.Tensor] = field(default_factory=list)
     log_probs: list[torch.Tensor] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[StepSpan] = field(default_factory=list)
 
     @property
     def sampling(self) -> Sampling:
@@ -126,9 +126,9 @@ class _Open:
         self.latents.append(after.cpu())
         self.log_probs.append(log_prob.cpu())
 
-    def finished(self) -> Sample:
+    def finished(self) -> FinishedSample:
         window = self.sampling.window
-        return Sample(
+        return FinishedSample(
             name=self.request.name,
             latent=self.x.cpu(),
             latents=torch.stack(self.latents) if self.latents else torch.empty(0, *self.sampling.shape),
@@ -148,7 +148,7 @@ class StepEngine:
         self.version: int | None = None
         """The version of the next step; None before the first load, and after one that failed."""
         self._field, self._max_rows, self._device = field, max_rows, device
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[SampleRequest] = deque()
         self._open: list[_Open] = []
 
     @property
@@ -156,7 +156,7 @@ class StepEngine:
         """Return whether a step has work to do."""
         return bool(self._open or self._waiting)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SampleRequest) -> None:
         """Queue a sample. Raises ConfigError if the name is in use."""
         if request.name in self._names():
             raise ConfigError(f"a sample named {request.name} is being drawn already; names must differ")
@@ -185,7 +185,7 @@ class StepEngine:
         return result
 
     @torch.no_grad()
-    def step(self) -> list[Sample]:
+    def step(self) -> list[FinishedSample]:
         """Make one step of every open sample; return the ones that are finished.
 
         Raises WeightSyncError if no version is served.
@@ -200,7 +200,7 @@ class StepEngine:
         self._open = [one for one in self._open if not one.done]
         return finished
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: SampleRequest) -> None:
         noise = stream("noise", request.seed)
         x = torch.randn(request.sampling.shape, generator=noise).to(self._device)
         self._open.append(_Open(request, x, noise))
@@ -220,7 +220,7 @@ class StepEngine:
         on_device = {name: value.to(self._device) for name, value in conditions.items()}
         velocity = velocities(self._field, torch.stack([one.x for one in rows]), sigma, on_device)
 
-        kinds: dict[tuple[Kind, float], list[int]] = {}
+        kinds: dict[tuple[SdeKind, float], list[int]] = {}
         for index, one in enumerate(rows):
             how = (one.sampling.kind, one.sampling.noise_level) if one.stochastic else ("ode", 0.0)
             kinds.setdefault(how, []).append(index)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ class StepEngine:
             one.step += 1
 
     def _apply(
-        self, rows: list[_Open], velocity: torch.Tensor, kind: Kind, noise_level: float, version: int
+        self, rows: list[_Open], velocity: torch.Tensor, kind: SdeKind, noise_level: float, version: int
     ) -> None:
         """Move samples by their velocity, all by the same kind of step."""
         interval = joined([one.sampling.schedule.at(torch.tensor([one.step])) for one in rows])

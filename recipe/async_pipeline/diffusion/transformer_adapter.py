@@ -22,7 +22,7 @@ from ..weight_sync.element_map import Piece, View
 from ..weight_sync.engine_adapter import Delivered, Expected
 from ..weight_sync.manifest import Manifest, TensorEntry
 from ..weight_sync.recording_adapter import RecordingAdapter
-from ..weight_sync.standby_version import Ended, ignore
+from ..weight_sync.standby_version import StagingEnded, ignore
 
 NAME = "default"
 """Of the adapter, in the trainer's model and here."""
@@ -87,7 +87,7 @@ class TransformerAdapter(RecordingAdapter):
             return None
         return Expected((Piece(View.whole(entry.shape), entry.name, view_of(served)),))
 
-    def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
+    def prepare(self, manifest: Manifest, ended: StagingEnded = ignore) -> bool:
         return manifest.adapter == self._described and super().prepare(manifest, ended)
 
     def commit(self, manifest: Manifest, piece_bytes: int) -> Delivered:

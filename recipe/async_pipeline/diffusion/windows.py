@@ -23,7 +23,7 @@ from .seeds import stream
 
 
 @dataclass(frozen=True)
-class Window:
+class SdeWindow:
     """The SDE steps `start` to `start + size - 1` of a sample, counted from 0."""
 
     start: int
@@ -37,7 +37,7 @@ class Window:
 class Windows(Protocol):
     """How the window of a prompt group is chosen."""
 
-    def of(self, group: int, update: int) -> Window:
+    def of(self, group: int, update: int) -> SdeWindow:
         """Return the window of a group with this seed that is generated for this optimizer step."""
 
 
@@ -50,8 +50,8 @@ class EveryStep:
     def __post_init__(self) -> None:
         _check(self.num_steps - 1, (0, self.num_steps - 1), self.num_steps)
 
-    def of(self, group: int, update: int) -> Window:
-        return Window(0, self.num_steps - 1)
+    def of(self, group: int, update: int) -> SdeWindow:
+        return SdeWindow(0, self.num_steps - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class RandomWindow:
     def __post_init__(self) -> None:
         _check(self.size, (self.first, self.end), self.num_steps)
 
-    def of(self, group: int, update: int) -> Window:
+    def of(self, group: int, update: int) -> SdeWindow:
         draw = torch.randint(self.first, self.end - self.size + 1, (1,), generator=stream("window", group))
-        return Window(int(draw), self.size)
+        return SdeWindow(int(draw), self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ class SlidingWindow:
                 f"a sliding window needs an interval and a stride >= 1, got {self.interval} and {self.stride}"
             )
 
-    def of(self, group: int, update: int) -> Window:
+    def of(self, group: int, update: int) -> SdeWindow:
         moved = self.first + update // self.interval * self.stride
-        return Window(min(moved, self.end - self.size), self.size)
+        return SdeWindow(min(moved, self.end - self.size), self.size)
 
 
 def windows(num_steps: int, size: int | None, within: Sequence[int] | None) -> Windows:

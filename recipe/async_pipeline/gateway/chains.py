@@ -22,26 +22,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import uuid4
 
+from ..core.token_spans import TokenSpan
 from ..errors import RequestRefused
 from .conversation import Message, identities, identity
 
-Span = tuple[int, int]
-"""A version and the position of the first token that it wrote; it wrote until the next span."""
 
-
-class Answer(NamedTuple):
+class Completion(NamedTuple):
     """What the engine wrote for one request."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None
     """Of each token; None if the run does not record them."""
-    spans: Sequence[Span]
+    spans: Sequence[TokenSpan]
     """Positions count from the first token of the answer."""
     whole: bool = True
     """It ends with the token that ends a turn."""
 
 
-class Row(NamedTuple):
+class ChainRow(NamedTuple):
     """One chain for training."""
 
     prompt_ids: list[int]
@@ -50,7 +48,7 @@ class Row(NamedTuple):
     """1 for tokens of the response that the policy wrote in this chain."""
     log_probs: list[float] | None
     """Of the response; 0 where the mask is 0."""
-    spans: list[Span]
+    spans: list[TokenSpan]
     """Positions count from the first token of the response. At least one span for each answer."""
     answers: int
 
@@ -77,7 +75,7 @@ class Chain:
     token_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] | None = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
     """By position in `token_ids`."""
     boundaries: list[Boundary] = field(default_factory=list)
     busy: bool = False
@@ -86,7 +84,7 @@ class Chain:
     last: int = 0
     """Number of its last answer in the session."""
 
-    def grow(self, request: Sequence[int], kept: int, answer: Answer) -> None:
+    def grow(self, request: Sequence[int], kept: int, answer: Completion) -> None:
         """Append the rest of a request and its answer; the first `kept` tokens are the chain's own."""
         added = len(request) - kept
         self.token_ids = [*request, *answer.token_ids]
@@ -95,24 +93,24 @@ class Chain:
             self.log_probs = [*self.log_probs[:kept], *[0.0] * added, *answer.log_probs]
         else:
             self.log_probs = None
-        spans = [(int(version), len(request) + int(at)) for version, at in answer.spans]
-        self.spans = [*(span for span in self.spans if span[1] < kept), *spans]
+        spans = [TokenSpan(version, len(request) + at) for version, at in answer.spans]
+        self.spans = [*(span for span in self.spans if span.start < kept), *spans]
         self.boundaries = [one for one in self.boundaries if one.tokens <= kept]
 
-    def row(self, prompt_limit: int) -> Row:
+    def row(self, prompt_limit: int) -> ChainRow:
         """Return it for training. What the prompt has beyond the limit is part of the response, masked."""
         start = min(self.start, prompt_limit)
-        return Row(
+        return ChainRow(
             self.token_ids[:start],
             self.token_ids[start:],
             self.mask[start:],
             None if self.log_probs is None else self.log_probs[start:],
-            [(version, at - start) for version, at in self.spans],
+            [TokenSpan(version, at - start) for version, at in self.spans],
             self.answers,
         )
 
 
-class Request:
+class OpenRequest:
     """A request that is being answered. Ends with `commit` or `abandon`, and changes nothing before.
 
     `known`: tokens of the history that a chain has, empty without one; `previous`: messages of that history;
@@ -133,7 +131,7 @@ class Request:
         start = self.chain.start if self.known else length
         return min(start, prompt_limit) + response_limit - length
 
-    def commit(self, token_ids: Sequence[int], kept: int, answer: Answer, said: Message | None) -> None:
+    def commit(self, token_ids: Sequence[int], kept: int, answer: Completion, said: Message | None) -> None:
         """Take the answer. `token_ids`: of the whole request, of which the first `kept` are from `known`.
 
         `said`: the answer as a message; None for a request that sent tokens.
@@ -183,7 +181,7 @@ class Chains:
 
     def open(
         self, messages: Sequence[Message], tools: Hashable = (), *, from_scratch: bool = False
-    ) -> Request:
+    ) -> OpenRequest:
         """Return the request for these messages. `from_scratch`: use no history.
 
         Raises RequestRefused if it needs another chain and there are as many as there may be.
@@ -203,7 +201,7 @@ class Chains:
         request.identities = found
         return request
 
-    def open_tokens(self, token_ids: Sequence[int]) -> Request:
+    def open_tokens(self, token_ids: Sequence[int]) -> OpenRequest:
         """Return the request for a prompt of tokens. Raises as `open`."""
         best: tuple[int, bool, int] = (0, False, 0)
         anchor: tuple[Chain, Boundary] | None = None
@@ -214,15 +212,15 @@ class Chains:
                     best, anchor = rank, (chain, boundary)
         return self._open(anchor, ())
 
-    def rows(self, prompt_limit: int) -> list[Row]:
+    def rows(self, prompt_limit: int) -> list[ChainRow]:
         """Return the chains for training, the one with the last answer last."""
         return [chain.row(prompt_limit) for chain in sorted(self.all, key=lambda chain: chain.last)]
 
-    def _open(self, anchor: tuple[Chain, Boundary] | None, tools: Hashable) -> Request:
+    def _open(self, anchor: tuple[Chain, Boundary] | None, tools: Hashable) -> OpenRequest:
         if anchor is not None and _grows(*anchor):
             chain = anchor[0]
             chain.busy = True
-            return Request(self, chain, grows=True, known=chain.token_ids, previous=chain.messages)
+            return OpenRequest(self, chain, grows=True, known=chain.token_ids, previous=chain.messages)
 
         if len(self.all) + self.beginning >= self._limit:
             raise RequestRefused(
@@ -233,9 +231,9 @@ class Chains:
             )
         self.beginning += 1
         if anchor is None:
-            return Request(self, Chain(tools, 0), grows=False, known=[], previous=[])
+            return OpenRequest(self, Chain(tools, 0), grows=False, known=[], previous=[])
         chain, boundary = anchor
-        return Request(
+        return OpenRequest(
             self,
             Chain(tools, chain.start),
             grows=False,

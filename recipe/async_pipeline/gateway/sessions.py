@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from ..core.deadline import within
 from ..errors import RequestRefused, WaitTimeout
-from .chains import Answer, Chains, Request, Row
+from .chains import ChainRow, Chains, Completion, OpenRequest
 from .conversation import Message, Said
 from .turn_rewards import TurnRewards
 
@@ -38,7 +38,7 @@ class CannotAppend(ValueError):  # noqa: N818 - a condition of a model's templat
     """The chat template cannot append these messages to a conversation that was begun."""
 
 
-class Policy(Protocol):
+class SessionEngine(Protocol):
     """What answers the requests of a session: a tokenizer and the engines."""
 
     @property
@@ -63,7 +63,7 @@ class Policy(Protocol):
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
-    ) -> Answer:
+    ) -> Completion:
         """Have an engine answer. The run's sampling parameters apply. Errors end the run."""
 
     async def read(
@@ -143,7 +143,7 @@ class Session:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: SessionEngine,
         limits: SessionLimits,
         seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -295,7 +295,7 @@ class Session:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ChainRow]:
         """Return what is to be trained, the row of the last answer last."""
         return self.chains.rows(self._limits.prompt_tokens)
 
@@ -336,19 +336,19 @@ class Session:
                 f"this session has used its {self._limits.max_turns} turns (agentic.max_turns)", end="turns"
             )
 
-    def _answered(self, took_s: float, name: str, start: int, answer: Answer) -> None:
+    def _answered(self, took_s: float, name: str, start: int, answer: Completion) -> None:
         self.counts.turns += 1
         self.turn_rewards.answered(name, start, start + len(answer.token_ids))
         self.took_ms.append(round(1e3 * took_s, 3))
 
-    async def _tokens(self, request: Request, ask: Ask) -> tuple[list[int], int]:
+    async def _tokens(self, request: OpenRequest, ask: Ask) -> tuple[list[int], int]:
         if not request.known:
             return await self._policy.begin(request.new, ask.tools), 0
         return await self._policy.append(request.previous, request.new, request.known, ask.tools)
 
     async def _answer(
-        self, request: Request, token_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str]
-    ) -> tuple[Answer, float]:
+        self, request: OpenRequest, token_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str]
+    ) -> tuple[Completion, float]:
         """Return the engine's answer and the seconds that it took."""
         if max_tokens is not None and max_tokens < 1:
             raise RequestRefused(f"max_tokens must be >= 1, got {max_tokens}")

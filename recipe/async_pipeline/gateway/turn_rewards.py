@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import RequestRefused
-from .chains import Row
+from .chains import ChainRow
 
 
 class _Place(NamedTuple):
@@ -68,7 +68,7 @@ class TurnRewards:
             )
         self.rewards[number] = reward
 
-    def placed(self, row: Row, last: float | None) -> list[tuple[int, float]]:
+    def placed(self, row: ChainRow, last: float | None) -> list[tuple[int, float]]:
         """Return the position in the response, and the reward, of each turn that has one; then `last`, the
         reward of the episode, at the end. Empty without rewards of turns.
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..core.bound import LoopCosts
 from ..core.events import LogRecord
 from ..core.replay import RunState
-from .accounting import Accounting, PoolAccount, Seconds, StepAccount, sum_by_reason
+from .accounting import Accounting, DeviceSeconds, PoolAccount, StepAccount, sum_by_reason
 
 
 class Accountant:
@@ -26,11 +26,11 @@ class Accountant:
         self._pools: dict[str, PoolAccount] = {}
         self.state = RunState()
         """The state after the last record."""
-        self._pending: dict[str, Seconds] = {}
+        self._pending: dict[str, DeviceSeconds] = {}
         """Seconds of the rollout's pool since its servers last reported."""
 
         self._steps: deque[StepAccount] = deque(maxlen=keep_steps)
-        self._step: Seconds = defaultdict(float)
+        self._step: DeviceSeconds = defaultdict(float)
         self._max_lag = 0
         self._loop = LoopCosts()
         """Sum over all steps."""
@@ -89,7 +89,7 @@ class Accountant:
         """The account of the last optimizer step, or None before the first."""
         return self._steps[-1] if self._steps else None
 
-    def settled(self) -> dict[str, Seconds]:
+    def settled(self) -> dict[str, DeviceSeconds]:
         """Return the device-seconds by pool and reason that are final."""
         return {name: sum_by_reason(pool.seconds) for name, pool in self._pools.items()}
 

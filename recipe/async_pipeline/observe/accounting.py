@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from ..core.bound import LoopCosts, loop_terms
 
-Seconds = defaultdict[str, float]
+DeviceSeconds = defaultdict[str, float]
 """Device-seconds by reason."""
 
 FORWARD = ("logp", "ref_logp", "values")
@@ -47,7 +47,7 @@ class PoolAccount:
     devices: int
     """At the end; replicas may have joined or left meanwhile."""
     roles: tuple[str, ...]
-    seconds: Seconds = field(default_factory=lambda: defaultdict(float))
+    seconds: DeviceSeconds = field(default_factory=lambda: defaultdict(float))
     changes: tuple[tuple[float, int], ...] = ()
     """Each change of the number of devices: seconds since the start of the account, devices added."""
 
@@ -181,9 +181,9 @@ class Accounting:
         return max((pool.forward_s for pool in self.pools.values()), default=0.0)
 
 
-def sum_by_reason(*parts: Mapping[str, float]) -> Seconds:
+def sum_by_reason(*parts: Mapping[str, float]) -> DeviceSeconds:
     """Return the sum of several accounts of device-seconds."""
-    total: Seconds = defaultdict(float)
+    total: DeviceSeconds = defaultdict(float)
     for part in parts:
         for reason, seconds in part.items():
             total[reason] += seconds

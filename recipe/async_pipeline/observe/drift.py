@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.items import Trajectory
-from .off_policy import Columns, Floats, Ints
-from .token_versions import turn_starts, versions_written
+from .off_policy import Columns, Floats
+from .token_versions import Ints, turn_starts, versions_written
 
 SHOWN_TURNS = 8
 """Turns with a separate metric; later ones count in `drift/max` and in the warning."""
@@ -35,7 +35,7 @@ changed, single tokens may differ.
 """
 
 
-class Turn(NamedTuple):
+class TurnDrift(NamedTuple):
     """The compared tokens of one turn, counted from 1, of all trajectories."""
 
     tokens: int
@@ -53,7 +53,7 @@ class DriftMeter:
 
     def __init__(self, trainer_version: int, bound: float) -> None:
         self._trainer_version, self._bound = trainer_version, bound
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[int, TurnDrift] = {}
 
     def add(self, trajectories: Sequence[Trajectory], columns: Columns) -> None:
         """Add some trajectories; ones without log-probs are ignored."""
@@ -101,8 +101,8 @@ class DriftMeter:
     def _take(self, turns: Ints, difference: Floats) -> None:
         for n in np.unique(turns):
             found = difference[turns == n]
-            before = self._turns.get(int(n), Turn(0, 0, 0.0))
-            self._turns[int(n)] = Turn(
+            before = self._turns.get(int(n), TurnDrift(0, 0, 0.0))
+            self._turns[int(n)] = TurnDrift(
                 before.tokens + found.size,
                 before.drifting + int(np.count_nonzero(found > self._bound)),
                 max(before.largest, float(found.max())),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.ledger_audit import Audit, Record, audit, horizon
+from ..core.ledger_audit import Audit, LedgerFields, audit, horizon
 from ..errors import ConfigError
 
 NAME = "ledger.jsonl"
@@ -23,7 +23,7 @@ def audit_file(path: Path) -> Audit:
     counts = horizon(resumptions)
     void = 0
 
-    def valid() -> Iterator[Record]:
+    def valid() -> Iterator[LedgerFields]:
         nonlocal void
         for place, record in _lines(file):
             if place in broken:

@@ -28,11 +28,10 @@ import numpy.typing as npt
 from ..core.items import Trajectory
 from ..core.token_ages import oldest_trained
 from ..errors import StalenessViolation
-from .token_versions import Written, versions_written
+from .token_versions import Ints, TokenVersions, versions_written
 
 Rows = Iterable[npt.ArrayLike]
 """One row of tokens per trajectory: ragged rows, or a padded array (batch, length)."""
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Float32s = npt.NDArray[np.float32]
 
@@ -195,7 +194,7 @@ class OffPolicyMeter:
             log_ratio = np.subtract(old, rollout, dtype=np.float64)
         self._add_ratios(log_ratio, lags, span_lags, written)
 
-    def _add_ratios(self, log_ratio: Floats, lags: Ints, span_lags: Ints, written: Written) -> None:
+    def _add_ratios(self, log_ratio: Floats, lags: Ints, span_lags: Ints, written: TokenVersions) -> None:
         finite = np.isfinite(log_ratio)
         usable, summed, row_tokens = log_ratio, log_ratio, written.row_tokens
         self._tokens += log_ratio.size
@@ -216,7 +215,7 @@ class OffPolicyMeter:
         for value in np.unique(lags[has_tokens]):
             self._weights[int(value)].add(log_weights[has_tokens & (lags == value)])
 
-    def _count_spans(self, trajectories: Sequence[Trajectory], written: Written) -> None:
+    def _count_spans(self, trajectories: Sequence[Trajectory], written: TokenVersions) -> None:
         """Count the spans of versions; consecutive turns of one version count as one span."""
         self._trajectories += len(trajectories)
         self._mixed += sum(one.first_version != one.last_version for one in trajectories)

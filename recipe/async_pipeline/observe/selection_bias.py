@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-Fate = Literal["finished", "trained", "dropped", "filtered", "redundant"]
+ResponseFate = Literal["finished", "trained", "dropped", "filtered", "redundant"]
 """Every response is `finished`; later, once decided, it also gets one of the other fates."""
 Lost = Literal["dropped", "filtered", "redundant"]
 Quantity = Literal["tokens", "turns", "seconds", "reward"]
@@ -130,8 +130,10 @@ class Comparison(NamedTuple):
 
 @dataclass
 class _Window:
-    samples: Counter[Fate] = field(default_factory=Counter)
-    moments: defaultdict[tuple[Fate, Quantity], Moments] = field(default_factory=lambda: defaultdict(Moments))
+    samples: Counter[ResponseFate] = field(default_factory=Counter)
+    moments: defaultdict[tuple[ResponseFate, Quantity], Moments] = field(
+        default_factory=lambda: defaultdict(Moments)
+    )
     decided: int = 0
     """Samples with another fate than `finished`."""
 
@@ -146,7 +148,7 @@ class SelectionMeter:
 
     def record(
         self,
-        fate: Fate,
+        fate: ResponseFate,
         *,
         tokens: int | None = None,
         turns: int | None = None,
@@ -186,7 +188,7 @@ class SelectionMeter:
                 ) / decided
 
         for quantity in get_args(Quantity):
-            of = {fate: self._moments(fate, quantity) for fate in get_args(Fate)}
+            of = {fate: self._moments(fate, quantity) for fate in get_args(ResponseFate)}
             found |= {f"bias/{quantity}/{fate}_mean": one.mean for fate, one in of.items() if one.count}
             trained, finished = of["trained"], of["finished"]
             if trained.count and finished.count:
@@ -222,9 +224,9 @@ class SelectionMeter:
 
         key = max(new, key=lambda one: abs(compared[one].shift_sd))
         self._reported.add(key)
-        return _in_words(*key, compared[key])
+        return _describe_shift(*key, compared[key])
 
-    def _moments(self, fate: Fate, quantity: Quantity) -> Moments:
+    def _moments(self, fate: ResponseFate, quantity: Quantity) -> Moments:
         return self._before.moments[fate, quantity] + self._recent.moments[fate, quantity]
 
     def _comparisons(self) -> Iterator[tuple[Lost, Quantity, Comparison]]:
@@ -236,7 +238,7 @@ class SelectionMeter:
                     yield lost, quantity, found
 
 
-def _in_words(lost: Lost, quantity: Quantity, found: Comparison) -> str:
+def _describe_shift(lost: Lost, quantity: Quantity, found: Comparison) -> str:
     direction = MORE_OR_LESS[quantity][found.shift_sd < 0]
     return (
         f"selection bias: {found.lost.count} of {found.trained.count + found.lost.count} responses were "

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Written(NamedTuple):
+class TokenVersions(NamedTuple):
     """Which versions wrote the generated tokens of some trajectories, in spans of one version.
 
     The spans are in the order of the tokens, and together they hold every generated token.
@@ -40,7 +40,7 @@ class Written(NamedTuple):
         return np.bincount(changed, minlength=self.known.size)
 
 
-def versions_written(trajectories: Sequence[Trajectory], lengths: Ints, generated: Bools) -> Written:
+def versions_written(trajectories: Sequence[Trajectory], lengths: Ints, generated: Bools) -> TokenVersions:
     """Return the version of each generated token; `generated` has all tokens, `lengths` of them each.
 
     The spans of a trajectory are complete if one begins with each turn: an agent loop of several calls may
@@ -72,7 +72,7 @@ def versions_written(trajectories: Sequence[Trajectory], lengths: Ints, generate
     )
     order = np.lexsort((starts, rows))
     rows, versions, starts = rows[order], versions[order], starts[order]
-    return Written(
+    return TokenVersions(
         versions=versions,
         tokens=np.diff(before[starts], append=before[-1]),
         owners=rows,

@@ -23,9 +23,8 @@ from ..core.events import LogRecord
 from ..core.replay import Lane, RunState, lane_of
 from ..errors import AsyncPipelineError, RunFilesError
 from .event_file import read_events
-from .trace_episodes import Episode, episode_events
+from .trace_episodes import SlowestEpisode, TraceEvent, episode_events
 
-TraceEvent = dict[str, Any]
 SHORTEST_US = 0.01
 """Least duration of a slice of work, so that an arrow can start and end in it."""
 MAX_FLOWS = 5000
@@ -121,7 +120,7 @@ class TraceBuilder:
         self._passages: dict[str, list[tuple[float, dict[str, int]]]] = defaultdict(list)
         """Group to the times and slices that its arrow passes through."""
         self._trained: set[str] = set()
-        self._episodes: list[Episode] = []
+        self._episodes: list[SlowestEpisode] = []
         self._t_us = 0.0
 
     def __call__(self, record: LogRecord) -> None:
@@ -242,7 +241,7 @@ class TraceBuilder:
 
         if event in ("DRAWN", "ASSEMBLED"):
             self._touch(lane, fields["keys"])
-        elif event == "ANSWERED" and (episode := Episode.of(record)) is not None:
+        elif event == "ANSWERED" and (episode := SlowestEpisode.of(record)) is not None:
             self._episodes.append(episode)
         elif event == "TRAINED":
             self._touch(lane, trained)

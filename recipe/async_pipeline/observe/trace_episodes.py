@@ -23,7 +23,7 @@ MAX_TRACKS = 64
 TraceEvent = dict[str, Any]
 
 
-class Episode(NamedTuple):
+class SlowestEpisode(NamedTuple):
     """The slowest episode of a group, in seconds since the log was opened."""
 
     group: str
@@ -33,7 +33,7 @@ class Episode(NamedTuple):
     """Start and end of each turn."""
 
     @classmethod
-    def of(cls, record: LogRecord) -> Episode | None:
+    def of(cls, record: LogRecord) -> SlowestEpisode | None:
         """Return the episode of an ANSWERED record, or None if it has no turns."""
         turns = record.fields.get(TURNS) or ()
         if not turns:
@@ -43,7 +43,7 @@ class Episode(NamedTuple):
         return cls(str(record.fields["key"]), start, max(record.t, spans[-1][1]), spans)
 
 
-def episode_events(records: Sequence[Episode], pid: int) -> Iterator[TraceEvent]:
+def episode_events(records: Sequence[SlowestEpisode], pid: int) -> Iterator[TraceEvent]:
     """Yield the names and slices of the process `pid`, which shows these episodes."""
     if not records:
         return
@@ -64,7 +64,7 @@ def episode_events(records: Sequence[Episode], pid: int) -> Iterator[TraceEvent]
             yield from _slices(episode, {"pid": pid, "tid": track})
 
 
-def _slices(episode: Episode, where: TraceEvent) -> Iterator[TraceEvent]:
+def _slices(episode: SlowestEpisode, where: TraceEvent) -> Iterator[TraceEvent]:
     args = {"group": episode.group, "turns": len(episode.turns)}
     yield _slice(episode.start, episode.end, f"episode of {episode.group}", "episode", where) | {"args": args}
     at = episode.start

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from recipe.async_pipeline.errors import PatchedVerlRequired, PatchError
-from recipe.async_pipeline.patching.series import Series, load_series, series_names
+from recipe.async_pipeline.patching.series import PatchSeries, load_series, series_names
 from recipe.async_pipeline.patching.unified_diff import NULL_ID, blob_id
 from recipe.async_pipeline.patching.verl_source import series_folder
 
@@ -67,7 +67,7 @@ def patch_state(verl_root: Path, *, folder: Path | None = None) -> PatchState:
     return _state_against(load_series(folder or series_folder(verl_root)), verl_root)
 
 
-def _state_against(series: Series, verl_root: Path) -> PatchState:
+def _state_against(series: PatchSeries, verl_root: Path) -> PatchState:
     return _state_of({path: read_or_none(verl_root / path) for path in series.chains}, series, verl_root)
 
 
@@ -135,7 +135,7 @@ def revert(verl_root: Path, *, folder: Path | None = None) -> tuple[str, ...]:
     return changed
 
 
-def _undo_recorded(verl_root: Path, series: Series) -> dict[str, bytes | None]:
+def _undo_recorded(verl_root: Path, series: PatchSeries) -> dict[str, bytes | None]:
     """Return the contents that revert the recorded series.
 
     Empty if it is the current series, or if the tree is not exactly as the recorded series left it.
@@ -149,7 +149,7 @@ def _undo_recorded(verl_root: Path, series: Series) -> dict[str, bytes | None]:
     return _reverted(recorded, {path: read_or_none(verl_root / path) for path in recorded.chains})
 
 
-def _reverted(series: Series, contents: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
+def _reverted(series: PatchSeries, contents: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
     """Return the contents of the series' files with its patches reverted; None for a file that it created."""
     result: dict[str, bytes | None] = {}
     for path, chain in series.chains.items():
@@ -162,7 +162,7 @@ def _reverted(series: Series, contents: Mapping[str, bytes | None]) -> dict[str,
     return result
 
 
-def _state_of(contents: Mapping[str, bytes | None], series: Series, verl_root: Path) -> PatchState:
+def _state_of(contents: Mapping[str, bytes | None], series: PatchSeries, verl_root: Path) -> PatchState:
     files = []
     for path, chain in series.chains.items():
         content = contents[path]

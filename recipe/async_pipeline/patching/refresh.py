@@ -9,7 +9,7 @@ from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching.patched_tree import read_or_none
-from recipe.async_pipeline.patching.series import Series, load_patch, patches_dir, series_names
+from recipe.async_pipeline.patching.series import PatchSeries, load_patch, patches_dir, series_names
 from recipe.async_pipeline.patching.unified_diff import format_diff
 
 
@@ -37,7 +37,7 @@ def refresh(
         raise PatchError(f"{name} is not in {folder / 'series'}; it lists {', '.join(names) or 'nothing'}")
 
     patch = load_patch(folder / name)
-    before = Series(patches=tuple(load_patch(folder / other) for other in names[: names.index(name)]))
+    before = PatchSeries(patches=tuple(load_patch(folder / other) for other in names[: names.index(name)]))
     paths = [*dict.fromkeys([*(diff.path for diff in patch.files), *add])]
     if not paths:
         raise PatchError(f"{name} names no file yet; name one: `async-pipeline patch refresh {name} PATH...`")
@@ -61,7 +61,7 @@ def _refuse_later_owner(folder: Path, later: tuple[str, ...], paths: list[str], 
             )
 
 
-def _rediff(path: str, before: Series, published: bytes | None, verl_root: Path, name: str) -> bytes:
+def _rediff(path: str, before: PatchSeries, published: bytes | None, verl_root: Path, name: str) -> bytes:
     """Return the diff from the tree before patch `name` to the edited tree, for one file."""
     base = published
     for _, diff in before.chains.get(path, ()):

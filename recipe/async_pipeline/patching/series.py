@@ -33,7 +33,7 @@ class Patch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class PatchSeries:
     """The patches of a folder, in order, linked by the blob ids that each leaves in the files it touches."""
 
     patches: tuple[Patch, ...]
@@ -94,7 +94,7 @@ def parse_header(text: str) -> dict[str, str]:
     return fields
 
 
-def load_series(folder: Path) -> Series:
+def load_series(folder: Path) -> PatchSeries:
     """Read and check the patches of `folder`, in the order of its `series` file.
 
     Raises PatchError if a listed patch is missing or unreadable, or the blob ids do not chain.
@@ -104,10 +104,10 @@ def load_series(folder: Path) -> Series:
 
 
 @lru_cache(maxsize=8)
-def _load_series(folder: Path, stamp: tuple[tuple[str, int], ...]) -> Series:
+def _load_series(folder: Path, stamp: tuple[tuple[str, int], ...]) -> PatchSeries:
     """Load the series; `stamp` is part of the cache key, so that an edited patch is read again."""
     del stamp
-    series = Series(patches=tuple(load_patch(folder / name) for name in series_names(folder)))
+    series = PatchSeries(patches=tuple(load_patch(folder / name) for name in series_names(folder)))
     series.check()
     return series
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from ..core.flow import insert_role
+from ..core.graph import insert_role
 from ..core.stage import RoleStateMachine
 from ..errors import ConfigError
 

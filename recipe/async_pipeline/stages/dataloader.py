@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.items import PromptBatch, Ticket
+from ..core.items import Admission, PromptBatch
 from ..core.stage import RoleStateMachine, register_role
 
 
@@ -15,29 +15,29 @@ class DataloaderStateMachine(RoleStateMachine):
 
     _resumes = True
 
-    async def receive(self) -> Ticket | tuple[str, ...]:
-        """Return the prompts to dispatch again, once; then tickets.
+    async def receive(self) -> Admission | tuple[str, ...]:
+        """Return the prompts to dispatch again, once; then admissions.
 
-        Waits for: a ticket. Unblocked by: a weight update that is served, or a group that is given
+        Waits for: an admission. Unblocked by: a weight update that is served, or a group that is given
         up.
         """
         resumed, self._resumes = self.pipeline.resumed if self._resumes else None, False
         if resumed is not None and (uids := resumed.in_flight()):
             return uids
-        ticket: Ticket = await self._wait(
-            self.pipeline.queue.next_ticket(),
+        admission: Admission = await self._wait(
+            self.pipeline.queue.next_admission(),
             "leave to draw prompts, i.e. for weights that are new enough to be served",
             lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "param_update"),
         )
-        return ticket
+        return admission
 
-    async def gate(self, item: Ticket | tuple[str, ...]) -> None:
+    async def gate(self, item: Admission | tuple[str, ...]) -> None:
         """Waits for: weights to generate with. Unblocked by: the first weight update."""
-        if not isinstance(item, Ticket):
+        if not isinstance(item, Admission):
             await self.until("served", self.pipeline.schedule.first_step - 1)
 
-    async def process(self, item: Ticket | tuple[str, ...]) -> None:
-        if not isinstance(item, Ticket):
+    async def process(self, item: Admission | tuple[str, ...]) -> None:
+        if not isinstance(item, Admission):
             await self._send_again(item)
             return
         batch = await self.trainer.draw_prompts(item)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..core.items import StepBatch
 from ..core.stage import RoleStateMachine, register_role
-from ..core.staleness import Kind
+from ..core.staleness import VersionKind
 
 
 @register_role("logp")
@@ -25,7 +25,7 @@ class LogPStateMachine(RoleStateMachine):
         """
         schedule = self.pipeline.schedule
         version = schedule.old_policy(item.step)
-        awaited: tuple[tuple[Kind, int], ...] = () if version is None else (("gathered", version),)
+        awaited: tuple[tuple[VersionKind, int], ...] = () if version is None else (("gathered", version),)
         if self.trainer.pool_of("logp") == self.trainer.pool_of("train"):
             awaited = (("trained", item.step - 1), ("gathered", schedule.publication_before(item.step)))
         for kind, version in awaited:

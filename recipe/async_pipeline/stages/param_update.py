@@ -3,13 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..core.items import StepBatch
-from ..core.stage import RoleStateMachine, register_role
-
-if TYPE_CHECKING:
-    from ..core.flow import AsyncTrainingFlow
+from ..core.stage import Pipeline, RoleStateMachine, register_role
 
 ARENAS = 2
 """A snapshot can be gathered while the previous one is still being read."""
@@ -22,7 +17,7 @@ class ParamUpdateStateMachine(RoleStateMachine):
     _started = False
 
     @classmethod
-    def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
+    def lanes(cls, pipeline: Pipeline) -> int:
         return ARENAS
 
     async def receive(self) -> StepBatch:

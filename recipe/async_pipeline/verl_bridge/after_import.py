@@ -13,14 +13,14 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-Action = Callable[[ModuleType], None]
+ImportAction = Callable[[ModuleType], None]
 
 
 class _Finder(MetaPathFinder):
     """Finds what the other finders find, with a loader that calls the actions once the module is complete."""
 
     def __init__(self) -> None:
-        self.actions: dict[str, list[Action]] = {}
+        self.actions: dict[str, list[ImportAction]] = {}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -46,7 +46,7 @@ class _Finder(MetaPathFinder):
 _FINDER = _Finder()
 
 
-def after_import(name: str, action: Action) -> None:
+def after_import(name: str, action: ImportAction) -> None:
     """Call `action` with the module `name` when its import ends, or at once if it has been imported.
 
     Importers that take names from the module get what `action` leaves there. Idempotent.

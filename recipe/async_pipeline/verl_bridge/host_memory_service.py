@@ -20,9 +20,9 @@ from ray.exceptions import RayError, RayTaskError
 from ..core.deadline import within
 from ..errors import WaitTimeout, WeightSyncError
 from ..weight_sync.board import await_announcement
-from ..weight_sync.host_memory import HostMemory, Request, Status
+from ..weight_sync.host_memory import HostMemory, HostStatus, VersionRequest
 from ..weight_sync.host_slots import Reader
-from ..weight_sync.manifest import Manifest, Ticket, decode, encode
+from ..weight_sync.manifest import Manifest, WeightTicket, decode, encode
 from ..weight_sync.segment_names import sweep_orphans
 from ..weight_sync.shares import Bucket
 from .object_store_transport import Route
@@ -43,7 +43,7 @@ class HostMemoryService:
         self._host: str = ray.get_runtime_context().get_node_id()
         self._memory = HostMemory(self._host)
 
-    async def fetch(self, ticket: Ticket, route: Route, reader: Reader, timeout_s: float) -> bytes:
+    async def fetch(self, ticket: WeightTicket, route: Route, reader: Reader, timeout_s: float) -> bytes:
         """Return the encoded manifest of a checked version in memory of this host. See `HostMemory.fetch`."""
         return encode(await self._memory.fetch(self._request(ticket, route, timeout_s), reader))
 
@@ -54,7 +54,7 @@ class HostMemoryService:
     # Calls of other hosts, which have another source: a service that does not answer is not asked again.
 
     @ray.method(max_task_retries=0)
-    async def announced(self, ticket: Ticket, timeout_s: float) -> bytes:
+    async def announced(self, ticket: WeightTicket, timeout_s: float) -> bytes:
         """Return what the trainer posted on this host, once it has, encoded.
 
         Raises WeightSyncError if `await_announcement` does.
@@ -63,7 +63,7 @@ class HostMemoryService:
 
     @ray.method(max_task_retries=0)
     async def lend(
-        self, ticket: Ticket, route: Route, bucket: Bucket, timeout_s: float, base: int | None = None
+        self, ticket: WeightTicket, route: Route, bucket: Bucket, timeout_s: float, base: int | None = None
     ) -> list[ray.ObjectRef[Any]]:
         """Return a list with a reference to the header and bytes of a bucket. See `HostMemory.lend`."""
         request = self._request(ticket, route, timeout_s)
@@ -71,7 +71,7 @@ class HostMemoryService:
             # Ray resolves a reference that is returned directly, but not one in a list.
             return [await asyncio.to_thread(ray.put, lent)]
 
-    async def status(self) -> Status:
+    async def status(self) -> HostStatus:
         """Return what this host holds and did."""
         return self._memory.status()
 
@@ -79,8 +79,8 @@ class HostMemoryService:
         """Unlink all memory."""
         await self._memory.close()
 
-    def _request(self, ticket: Ticket, route: Route, timeout_s: float) -> Request:
-        return Request(ticket, route.transports(ticket, self._host, timeout_s), timeout_s, route.delta)
+    def _request(self, ticket: WeightTicket, route: Route, timeout_s: float) -> VersionRequest:
+        return VersionRequest(ticket, route.transports(ticket, self._host, timeout_s), timeout_s, route.delta)
 
 
 class HostMemories:
@@ -90,7 +90,7 @@ class HostMemories:
         self.route = route
 
     async def fetch(
-        self, ticket: Ticket, reader: Reader, timeout_s: float, host: str | None = None
+        self, ticket: WeightTicket, reader: Reader, timeout_s: float, host: str | None = None
     ) -> Manifest:
         """Return the checked manifest of a version in memory of a host, leased to `reader` there.
 

@@ -131,9 +131,9 @@ def start_sample_store(config: DictConfig) -> None:
         return
     import transfer_queue as tq
 
-    from . import sample_store
+    from . import replaced
 
-    sample_store.install()
+    replaced.apply("sample store")
     tq.init(OmegaConf.create(OmegaConf.to_container(config.transfer_queue, resolve=True)))
     atexit.register(tq.close)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ray.exceptions import RayError, RayTaskError
 
 from ..errors import WeightSyncError
-from ..weight_sync.manifest import Announcement, Failure, Ticket, decode_announcement
+from ..weight_sync.manifest import Announcement, Failure, WeightTicket, decode_announcement
 from ..weight_sync.relay import parent_of, tree
 from ..weight_sync.shares import Bucket
 from ..weight_sync.transport import Relayed, Transport
@@ -30,7 +30,7 @@ class Route(NamedTuple):
     delta: bool = False
     """Whether hosts ask for differences from the version that they have."""
 
-    def transports(self, ticket: Ticket, host: str, timeout_s: float) -> list[Transport]:
+    def transports(self, ticket: WeightTicket, host: str, timeout_s: float) -> list[Transport]:
         """Return how `host` gets each share of a version."""
         found: list[Transport] = []
         for index, share in enumerate(ticket.shares):
@@ -50,7 +50,9 @@ class Route(NamedTuple):
 class FromService:
     """A `Transport` of one share from the memory service of a host."""
 
-    def __init__(self, route: Route, share: Ticket, ticket: Ticket, host: str, timeout_s: float) -> None:
+    def __init__(
+        self, route: Route, share: WeightTicket, ticket: WeightTicket, host: str, timeout_s: float
+    ) -> None:
         if host not in route.services:
             raise WeightSyncError(f"no memory service runs on host {host}; the run has {len(route.services)}")
         self._route, self._share, self._ticket = route, share, ticket

@@ -6,8 +6,7 @@ VERL_USE_EXTERNAL_MODULES may name it too, if VERL_USE_EXTERNAL_PLUGINS disables
 - the trainer `async_pipeline`, for `trainer.v1.trainer_mode=async_pipeline` without our patches;
 - the CPU platform, and what verl lacks there (used only with VERL_PLATFORM=cpu).
 
-It records that it ran: verl swallows the error of a plugin that fails to load, so the trainer checks
-`is_loaded` at startup.
+It records that it ran, for the trainer's check at startup: see `plugin_state`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,11 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
-_loaded = False
-
-
-def is_loaded() -> bool:
-    """Return whether verl loaded this plugin in this process."""
-    return _loaded
+from .plugin_state import set_loaded
 
 
 def load() -> None:
     """Register the CPU platform before verl selects one, and the trainer when verl can. Idempotent."""
-    global _loaded
     from .after_import import after_import
     from .cpu_platform import register
 
@@ -39,7 +32,7 @@ def load() -> None:
 
         install()
         postpone()
-    _loaded = True
+    set_loaded()
 
 
 def register_trainer(trainer_base: ModuleType) -> None:

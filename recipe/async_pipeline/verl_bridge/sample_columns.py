@@ -2,8 +2,8 @@
 """Columns of a batch in TransferQueue: how responses are stored, and which columns training fetches.
 
 verl joins responses into a TensorDict, but TransferQueue stores rows separately and splits the TensorDict
-four times per column. This takes a third of an agent loop worker's time when responses are short. `Columns`
-avoids the round trip; the stored contents are the same.
+four times per column. This takes a third of an agent loop worker's time when responses are short.
+`SampleColumns` avoids the round trip; the stored contents are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PICTURES = "multi_modal_inputs"
 """The column with a processor's output for images."""
 
 
-class Rows(torch.Tensor):
+class RaggedRows(torch.Tensor):
     """Tensors of different lengths that present themselves as one nested tensor.
 
     TransferQueue checks `is_nested` and then calls `unbind`.
@@ -29,9 +29,9 @@ class Rows(torch.Tensor):
     _rows: Sequence[torch.Tensor]
 
     @classmethod
-    def of(cls, rows: Sequence[torch.Tensor]) -> Rows:
+    def of(cls, rows: Sequence[torch.Tensor]) -> RaggedRows:
         """Wrap `rows` without copying."""
-        made: Rows = torch.Tensor._make_subclass(cls, torch.empty(0, 0))
+        made: RaggedRows = torch.Tensor._make_subclass(cls, torch.empty(0, 0))
         made._rows = rows
         return made
 
@@ -41,7 +41,7 @@ class Rows(torch.Tensor):
         return self._rows
 
 
-class Columns(dict[str, Any]):
+class SampleColumns(dict[str, Any]):
     """A batch in the form that TransferQueue reads: columns by name, and the number of rows."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -55,7 +55,7 @@ def _column(values: list[Any]) -> Any:
         return values
     if all(value.shape == values[0].shape for value in values):
         return torch.stack(values)
-    return Rows.of(values)
+    return RaggedRows.of(values)
 
 
 def trained_columns(meta: KVBatchMeta, *, pictures: bool) -> list[str]:

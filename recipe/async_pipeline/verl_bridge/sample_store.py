@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 import ray
-from transfer_queue import client, controller, interface
+from transfer_queue import controller
 from transfer_queue.storage import simple_storage
-from transfer_queue.storage.bootstrap import simple_storage_bootstrap
-from transfer_queue.utils import common
+
+from . import replaced
 
 _StockUnit: Any = simple_storage.SimpleStorageUnit.__ray_metadata__.modified_class.__ray_actor_class__
 _StockController: Any = controller.TransferQueueController.__ray_metadata__.modified_class.__ray_actor_class__
@@ -26,10 +26,17 @@ _StockController: Any = controller.TransferQueueController.__ray_metadata__.modi
 
 def count_cores_once() -> None:
     """Count the cores for all requests of this process, and use no more threads than there are cores."""
-    cores = psutil.cpu_count(logical=False) or 1
-    common.psutil = SimpleNamespace(cpu_count=lambda logical=True: cores)
-    for module in (client, simple_storage):
-        module.TQ_NUM_THREADS = min(module.TQ_NUM_THREADS, cores)
+    replaced.apply("sample store client", cores=psutil.cpu_count(logical=False) or 1)
+
+
+def counted_once(stock: Any, cores: int) -> Any:
+    """Return the part of `psutil` that TransferQueue uses."""
+    return SimpleNamespace(cpu_count=lambda logical=True: cores)
+
+
+def at_most_cores(threads: int, cores: int) -> int:
+    """Return the number of threads to use."""
+    return min(threads, cores)
 
 
 class PipelineSimpleStorageUnit(_StockUnit):  # type: ignore[misc]
@@ -44,7 +51,7 @@ class PipelineTransferQueueController(_StockController):  # type: ignore[misc]
     """TransferQueue's controller."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        controller.FieldMeta.remove_samples = remove_samples
+        replaced.apply("sample store controller")
         super().__init__(*args, **kwargs)
 
 
@@ -70,11 +77,11 @@ def remove_samples(column: Any, indexes: Sequence[int]) -> None:
             shapes.clear()
 
 
-def install() -> None:
-    """Have `transfer_queue.init` start our controller and storage; it looks the classes up by these names
-    only.
-    """
-    options = simple_storage.SimpleStorageUnit._default_options
-    simple_storage_bootstrap.SimpleStorageUnit = ray.remote(**options)(PipelineSimpleStorageUnit)
-    options = controller.TransferQueueController._default_options
-    interface.TransferQueueController = ray.remote(**options)(PipelineTransferQueueController)
+def storage_actor(stock: Any) -> Any:
+    """Return our storage as an actor class with the options of TransferQueue's."""
+    return ray.remote(**stock._default_options)(PipelineSimpleStorageUnit)
+
+
+def controller_actor(stock: Any) -> Any:
+    """Return our controller as an actor class with the options of TransferQueue's."""
+    return ray.remote(**stock._default_options)(PipelineTransferQueueController)

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-
-class Span(NamedTuple):
-    """Tokens of a response from `start` until the next span were written by `version`."""
-
-    version: int
-    start: int
+from ..core.token_spans import TokenSpan
 
 
 class Part(NamedTuple):
@@ -30,7 +25,7 @@ class Answer:
     """One request that the engine has, or is about to get."""
 
     prompt_tokens: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
     before: list[Part] = field(default_factory=list)
     """What the attempts have generated that loads have stopped."""
     part: Part | None = None
@@ -56,7 +51,7 @@ class Answer:
 
     def begin(self, version: int, start: int) -> None:
         """Begin the span of `version` at token `start`; drop spans that have no token by then."""
-        self.spans = [*(span for span in self.spans if span.start < start), Span(version, start)]
+        self.spans = [*(span for span in self.spans if span.start < start), TokenSpan(version, start)]
 
     def begin_attempt(self, version: int | None) -> None:
         """Forget the attempt before; `version` is the served one."""
@@ -77,6 +72,6 @@ class Answer:
         self.stopped_by_load = self.interrupted and finished and aborted
         return not self.stopped_by_load
 
-    def written_spans(self) -> list[Span]:
+    def written_spans(self) -> list[TokenSpan]:
         """Return the spans that have tokens; for an empty response, the first one."""
         return [span for span in self.spans if span.start < self.total] or self.spans[:1]

@@ -33,23 +33,21 @@ from .manifest import (
     Layout,
     Manifest,
     TensorEntry,
-    Ticket,
+    WeightTicket,
     encode,
 )
 from .memory_work import copy_all
 from .proof import draw_sample, sampled_names
-from .ranks import Alone, Ranks
+from .ranks import Alone, HostRanks
 from .segment import Segment, create_segment, direct_ranges, view_of
 from .segment_names import SHM_DIR, sweep_orphans
-from .shares import Place, laid_out, share_of, used_by, view_of_block
+from .shares import BlockPlace, laid_out, share_of, used_by, view_of_block
 
 ANNOUNCE_S = 600.0
-"""Deadline for the checksums of a version, which were started one weight update earlier; the slowest host
-hashes 1 GB/s.
-"""
+"""Deadline for the checksums of a version, started one update earlier; the slowest host hashes 1 GB/s."""
 
 
-class Part(NamedTuple):
+class HeldBlock(NamedTuple):
     """The block of a tensor that this rank holds, if any."""
 
     name: str
@@ -102,7 +100,7 @@ class Arena:
         """Bytes of each bucket."""
         return self._layout.used if self._blocks is None else used_by(self._blocks)
 
-    def write_parts(self, parts: Sequence[Part], ranks: Ranks) -> None:
+    def write_parts(self, parts: Sequence[HeldBlock], ranks: HostRanks) -> None:
         """Copy this rank's blocks. All ranks call this with the same tensors in the same order."""
         described = [(part.name, part.shape, part.dtype) for part in parts]
         held = [part for part in parts if part.values is not None and part.values.numel()]
@@ -174,10 +172,10 @@ class Arena:
         target = self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
         return self._layout.place(name, shape, str(target).removeprefix("torch."), target.itemsize)
 
-    def _lay_out_blocks(self, parts: Sequence[Part], ranks: Ranks) -> list[torch.Tensor]:
+    def _lay_out_blocks(self, parts: Sequence[HeldBlock], ranks: HostRanks) -> list[torch.Tensor]:
         """Lay out the blocks of all ranks of this host; return the targets of this rank."""
         mine = [
-            Place(index, part.offset, part.extent)
+            BlockPlace(index, part.offset, part.extent)
             for index, part in enumerate(parts)
             if part.values is not None and part.values.numel()
         ]
@@ -200,7 +198,7 @@ class Arena:
             for block, shape in zip(own, held, strict=True)
         ]
 
-    def _share_segments(self, ranks: Ranks) -> None:
+    def _share_segments(self, ranks: HostRanks) -> None:
         """Have all ranks of this host map the buckets of the owner."""
         used = self._used
         if ranks.rank == 0:
@@ -223,7 +221,7 @@ class Arena:
             self._segments[bucket].close()
             self._segments[bucket] = create_segment(size)
 
-    def _target(self, entry: TensorEntry, part: Part) -> torch.Tensor:
+    def _target(self, entry: TensorEntry, part: HeldBlock) -> torch.Tensor:
         assert part.values is not None
         return view_of(self._segments, entry)[part.slices].view(part.values.shape)
 
@@ -243,9 +241,9 @@ class ArenaWriter:
     """The trainer's side: gathers versions alternately into two arenas."""
 
     def __init__(
-        self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None, ranks: Ranks | None = None
+        self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None, ranks: HostRanks | None = None
     ) -> None:
-        self._ranks: Ranks = ranks or Alone()
+        self._ranks: HostRanks = ranks or Alone()
         self._owner = self._ranks.rank == 0
         self._arenas = (Arena(bucket_bytes, dtype), Arena(bucket_bytes, dtype))
         self._boards: list[Board] = []
@@ -261,7 +259,7 @@ class ArenaWriter:
 
     def gather(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], adapter: str | None = None
-    ) -> Ticket:
+    ) -> WeightTicket:
         """Copy all weights in and return the ticket. For the owner only; after an error the old version
         is intact.
 
@@ -272,7 +270,9 @@ class ArenaWriter:
         assert ticket is not None, "only the owner gathers whole tensors"
         return ticket
 
-    def gather_parts(self, version: int, parts: Sequence[Part], adapter: str | None = None) -> Ticket | None:
+    def gather_parts(
+        self, version: int, parts: Sequence[HeldBlock], adapter: str | None = None
+    ) -> WeightTicket | None:
         """Copy this rank's blocks in. A collective; the owner gets the ticket, other ranks None.
 
         Otherwise like `gather`.
@@ -289,7 +289,7 @@ class ArenaWriter:
 
     def _gather(
         self, version: int, write: Callable[[Arena], None], adapter: str | None = None
-    ) -> Ticket | None:
+    ) -> WeightTicket | None:
         started = time.perf_counter()
         slot = self._buffer.begin_fill(version)
         try:
@@ -303,7 +303,7 @@ class ArenaWriter:
         if not self._owner:
             return None
 
-        ticket = Ticket(
+        ticket = WeightTicket(
             version=version,
             board=self._boards[slot].name,
             pid=os.getpid(),

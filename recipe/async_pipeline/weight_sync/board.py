@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a version is announced on the trainer's host, once its checksums are known.
 
-A gather returns a `Ticket` as soon as the weights are copied. A thread of the trainer then computes the
+A gather returns a `WeightTicket` as soon as the weights are copied. A thread of the trainer then computes the
 checksums during the next optimizer step and posts the manifest on the board that the ticket names.
 """
 
@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 import psutil
 
 from ..errors import WeightSyncError
-from .manifest import MAX_BYTES, Announcement, Failure, Manifest, Ticket, decode_announcement
+from .manifest import MAX_BYTES, Announcement, Failure, Manifest, WeightTicket, decode_announcement
 from .segment_names import SHM_DIR, check_name, new_name, open_own
 
 POLL_S = 0.001
@@ -67,7 +67,7 @@ class Board:
             resource_tracker.unregister(f"/{self.name}", "shared_memory")
 
 
-def await_manifest(ticket: Ticket, timeout_s: float) -> Manifest:
+def await_manifest(ticket: WeightTicket, timeout_s: float) -> Manifest:
     """Wait until a version is announced and return its manifest. Blocks, so call it in a thread.
 
     Raises WeightSyncError if `await_announcement` does, or if this host has a share of the version only.
@@ -78,7 +78,7 @@ def await_manifest(ticket: Ticket, timeout_s: float) -> Manifest:
     return found
 
 
-def await_announcement(ticket: Ticket, timeout_s: float) -> Announcement:
+def await_announcement(ticket: WeightTicket, timeout_s: float) -> Announcement:
     """Wait until a training host has announced its share of a version, or all of it. Blocks.
 
     Raises WeightSyncError if a newer version took its memory, or if the trainer failed, died or took too

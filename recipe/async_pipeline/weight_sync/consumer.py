@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..core.items import LoadReport
-from .manifest import Ticket
+from .manifest import WeightTicket
 
 
 class Consumer(Protocol):
@@ -14,7 +14,7 @@ class Consumer(Protocol):
 
     name: str
 
-    async def prepare(self, ticket: Ticket) -> None:
+    async def prepare(self, ticket: WeightTicket) -> None:
         """Fetch, check and stage one version, while the previous one is served.
 
         Replaces the preparation of an older version, also one that still runs: its call may have been

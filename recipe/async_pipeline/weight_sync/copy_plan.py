@@ -21,7 +21,7 @@ from ..errors import WeightSyncError
 from .element_map import ElementMap, Piece, View, last
 from .manifest import Manifest, TensorEntry
 from .memory_work import apart, copy_all, copy_in_background
-from .provenance import Block, Provenance
+from .provenance import Provenance, StridedBlock
 
 _COPY = torch.ops.aten.copy_.default
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
         self._provenance = Provenance(published)
         self._cleared: list[tuple[int, int]] = []
         """Start and end of published memory that the loader wanted to be zero."""
-        self._composed: list[tuple[Block, int, int, tuple[int, ...]]] = []
+        self._composed: list[tuple[StridedBlock, int, int, tuple[int, ...]]] = []
         """Copies of intermediate tensors: a block, and address, element size and stride of its target."""
 
     def recorded(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> RecordedLoad | None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 Positions = npt.NDArray[np.int64]
-Held = npt.NDArray[np.bool_]
+HeldElements = npt.NDArray[np.bool_]
 
 
 class View(NamedTuple):
@@ -73,7 +73,7 @@ class View(NamedTuple):
         (*before, a, b), (*strides, c, d) = self.shape, self.stride
         return View(self.offset, (*before, b, a), (*strides, d, c))
 
-    def find(self, positions: Positions) -> tuple[Held, list[Positions]]:
+    def find(self, positions: Positions) -> tuple[HeldElements, list[Positions]]:
         """Return which positions of the tensor are in this view, and the index of each of those.
 
         The view must be `one_to_one`.
@@ -145,7 +145,7 @@ class Piece(NamedTuple):
     served: str
     target: View
 
-    def places(self, positions: Positions) -> tuple[Held, Positions]:
+    def places(self, positions: Positions) -> tuple[HeldElements, Positions]:
         """Return which positions of the published tensor are here, and their positions in the served one."""
         held, index = self.source.find(positions)
         return held, self.target.at(index) if held.any() else np.empty(0, dtype=np.int64)

@@ -23,7 +23,7 @@ from ..errors import WeightSyncError
 from .consumer import Consumer
 from .keeper import ASK_S, Keeper
 from .keeper_state import Shared
-from .manifest import Ticket
+from .manifest import WeightTicket
 from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, LoadPhase, Member, Registry
 
 GRACE_S = 30.0
@@ -32,7 +32,7 @@ RETIRE_S = 10.0
 """Seconds that a slow consumer gets to finish a commit whose memory is needed for a newer version."""
 
 
-class Outcome(NamedTuple):
+class UpdateOutcome(NamedTuple):
     """The result of one weight update."""
 
     reports: list[LoadReport]
@@ -127,7 +127,7 @@ class Fleet:
 
     # Weight updates.
 
-    async def publish(self, ticket: Ticket) -> Outcome:
+    async def publish(self, ticket: WeightTicket) -> UpdateOutcome:
         """Offer a version; return when every consumer of the rotation serves it.
 
         Consumers that fail or are too slow leave the rotation meanwhile, and the others continue. Waits for:
@@ -150,7 +150,7 @@ class Fleet:
                 if not self._is_served(version):
                     await self._next_change(f"the replicas to serve version {version}")
             shared.begun.set()
-        return Outcome(list(shared.reports), dict(shared.failures))
+        return UpdateOutcome(list(shared.reports), dict(shared.failures))
 
     async def retire(self, version: int) -> None:
         """Prepare for the memory of `version`, and of all older ones, to be overwritten.

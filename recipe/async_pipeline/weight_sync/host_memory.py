@@ -24,9 +24,9 @@ from .arena import ArenaReader
 from .board import await_manifest
 from .delta_link import Differences, fetch_from
 from .host_slots import NUM_SLOTS, HostSlots, Reader, runs, this_process
-from .manifest import Manifest, Ticket
+from .manifest import Manifest, WeightTicket
 from .preparation import to_the_end
-from .receiver import Incoming, Slot, Verdict, receive
+from .receiver import BucketVerdict, Incoming, Slot, receive
 from .shares import Bucket
 from .transport import Mapped, Transport
 
@@ -41,10 +41,10 @@ LEASE_POLL_S = 0.2
 OWNER = "the memory service"
 
 
-class Request(NamedTuple):
+class VersionRequest(NamedTuple):
     """A version that this host is to have."""
 
-    ticket: Ticket
+    ticket: WeightTicket
     transports: Sequence[Transport]
     """One for each share of the version; not used for the shares of this host."""
     timeout_s: float
@@ -52,7 +52,7 @@ class Request(NamedTuple):
     """Whether to ask for differences from the version that this host has."""
 
 
-class Status(NamedTuple):
+class HostStatus(NamedTuple):
     """What a host holds and did."""
 
     versions: list[int]
@@ -61,7 +61,7 @@ class Status(NamedTuple):
     """Versions received from other hosts."""
     lent: Counter[int]
     """Buckets sent to other hosts, by version."""
-    verdicts: Counter[Verdict]
+    verdicts: Counter[BucketVerdict]
     num_bytes: int
     """Size of all slots."""
 
@@ -84,13 +84,13 @@ class HostMemory:
         self._differences = Differences()
         self._lent: Counter[int] = Counter()
         self._received = 0
-        self._verdicts: Counter[Verdict] = Counter()
+        self._verdicts: Counter[BucketVerdict] = Counter()
 
-    def maps(self, ticket: Ticket) -> bool:
+    def maps(self, ticket: WeightTicket) -> bool:
         """Return whether the trainer's memory, with the whole version, is on this host."""
         return ticket.host == self.host and not ticket.others
 
-    async def fetch(self, request: Request, reader: Reader) -> Manifest:
+    async def fetch(self, request: VersionRequest, reader: Reader) -> Manifest:
         """Return the checked manifest of a version in memory of this host, leased to `reader`.
 
         Waits for: the checksums, or the version to arrive; before that, until no process reads the version
@@ -113,7 +113,7 @@ class HostMemory:
 
     @asynccontextmanager
     async def lend(
-        self, request: Request, bucket: Bucket, base: int | None = None
+        self, request: VersionRequest, bucket: Bucket, base: int | None = None
     ) -> AsyncIterator[tuple[bytes, Any]]:
         """Yield the header and the bytes of a bucket, for another host; they are not reused meanwhile.
 
@@ -140,9 +140,9 @@ class HostMemory:
         finally:
             self.release(reader, version)
 
-    def status(self) -> Status:
+    def status(self) -> HostStatus:
         """Return what this host holds and did."""
-        return Status(
+        return HostStatus(
             versions=self._slots.versions or sorted(self._local),
             received=self._received,
             lent=self._lent,
@@ -160,7 +160,7 @@ class HostMemory:
 
     # One task for each version.
 
-    async def _have(self, request: Request) -> Manifest:
+    async def _have(self, request: VersionRequest) -> Manifest:
         """Return the local manifest of a version, receiving or checking it unless that has been done."""
         version = request.ticket.version
         if version in self._local and not self.maps(request.ticket):
@@ -168,7 +168,7 @@ class HostMemory:
         # The work continues if the first process that asked for it dies; others wait for it too.
         return await asyncio.shield(self._task(request))
 
-    def _task(self, request: Request) -> asyncio.Task[Manifest]:
+    def _task(self, request: VersionRequest) -> asyncio.Task[Manifest]:
         version = request.ticket.version
         task = self._tasks.get(version)
         if task is None:
@@ -184,7 +184,7 @@ class HostMemory:
             task.exception()
         self._changed.notify()
 
-    async def _bounded(self, request: Request, work: Coroutine[Any, Any, Manifest]) -> Manifest:
+    async def _bounded(self, request: VersionRequest, work: Coroutine[Any, Any, Manifest]) -> Manifest:
         version = request.ticket.version
         return await within(
             work,
@@ -194,7 +194,7 @@ class HostMemory:
             holder=lambda: f"versions being read: {self._slots.in_the_way(time.monotonic()) or 'none'}",
         )
 
-    async def _check(self, request: Request) -> Manifest:
+    async def _check(self, request: VersionRequest) -> Manifest:
         """Check a version of the trainer's arenas."""
         manifest = await asyncio.to_thread(await_manifest, request.ticket, request.timeout_s)
         if self._local.get(manifest.version) == manifest:
@@ -204,7 +204,7 @@ class HostMemory:
         self._local = {v: self._local[v] for v in sorted(self._local)[-1:]} | {manifest.version: manifest}
         return manifest
 
-    async def _receive(self, request: Request) -> Manifest:
+    async def _receive(self, request: VersionRequest) -> Manifest:
         """Receive a version from another host into a slot."""
         transports, version = self._transports(request), request.ticket.version
         announced = await asyncio.gather(*(transport.announced() for transport in transports))
@@ -239,7 +239,7 @@ class HostMemory:
             old = self._differences.mapped(self._reader, base, version, bucket)
         return whole if old is None else await self._differences.coded(version, base, bucket, old, whole)
 
-    def _transports(self, request: Request) -> list[Transport]:
+    def _transports(self, request: VersionRequest) -> list[Transport]:
         """Return how this host gets each share: its own ones are in its memory."""
         return [
             Mapped(self._reader, share, request.timeout_s) if share.host == self.host else transport
@@ -260,7 +260,7 @@ class HostMemory:
         self._incoming = {v: one for v, one in self._incoming.items() if v in kept}
         self._local = {v: one for v, one in self._local.items() if v in kept}
 
-    async def _begun(self, request: Request) -> Incoming:
+    async def _begun(self, request: VersionRequest) -> Incoming:
         """Return a version that is here or on its way, beginning to receive it if need be."""
         version = request.ticket.version
         while version not in self._incoming:

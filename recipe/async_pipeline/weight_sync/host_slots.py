@@ -53,7 +53,7 @@ def this_process(name: str) -> Reader:
 
 
 @dataclass
-class Lease:
+class ReadLease:
     """Permission to read one version until a deadline."""
 
     reader: Reader
@@ -70,7 +70,7 @@ class HostSlots:
         self._versions: list[int | None] = [None] * NUM_SLOTS
         self._filling: tuple[int, int] | None = None
         """Slot and version of the open fill."""
-        self._leases: list[Lease] = []
+        self._leases: list[ReadLease] = []
 
     @property
     def versions(self) -> list[int]:
@@ -87,7 +87,7 @@ class HostSlots:
         A reader has one lease: a new one ends its older one.
         """
         self._leases = [lease for lease in self._leases if not lease.reader.is_same(reader)]
-        self._leases.append(Lease(reader, version, until))
+        self._leases.append(ReadLease(reader, version, until))
 
     def release(self, reader: Reader, version: int) -> None:
         """End a lease, if it still exists."""

@@ -17,7 +17,7 @@ from ..core.items import LoadReport
 from ..errors import WaitTimeout, WeightSyncError
 from .consumer import Consumer
 from .keeper_state import Shared
-from .manifest import Ticket
+from .manifest import WeightTicket
 from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class Keeper:
             if self.member.state is not ConsumerState.SERVING:
                 await self._serve(version)
 
-    async def _prepare(self, ticket: Ticket) -> bool:
+    async def _prepare(self, ticket: WeightTicket) -> bool:
         """Return whether a version is prepared; False if it is no longer wanted.
 
         Raises the consumer's error, or WaitTimeout.
@@ -273,7 +273,7 @@ class Keeper:
 
     async def _fail(self, error: Exception) -> bool:
         """Fence it, or count a failed restart. Return whether it is to be restarted."""
-        shared, why = self._shared, in_words(error)
+        shared, why = self._shared, describe_error(error)
         shared.last_error, self._must_start = error, True
         if not self.has_served:
             self._registry.fire(self.name, ConsumerEvent.LEAVE)
@@ -337,7 +337,7 @@ class Keeper:
             try:
                 await within(ending(), ASK_S, owner="the pipeline", what=f"{self.name} to leave")
             except Exception as error:  # noqa: BLE001  the run does not need it
-                self._shared.say(f"could not {what} {self.name}: {in_words(error)}")
+                self._shared.say(f"could not {what} {self.name}: {describe_error(error)}")
         self.member.reading = None
         self._registry.fire(self.name, ConsumerEvent.END)
         self._shared.note("LEFT", self.name, self.member.version)
@@ -345,7 +345,7 @@ class Keeper:
         self._shared.changed.notify()
 
 
-def in_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return kind and message. vLLM's errors repeat themselves on further lines."""
     text = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
     return f"{type(error).__name__}: {text.strip().partition(chr(10))[0]}"

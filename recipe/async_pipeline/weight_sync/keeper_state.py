@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..core.items import LoadReport
 from ..core.wait_queue import Broadcast, Turnstile
-from .manifest import Ticket
+from .manifest import WeightTicket
 from .registry import Registry
 
 
@@ -30,7 +30,7 @@ class Shared:
     """Set once a version was served, so a later failure is not a configuration error."""
     watched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once consumers are to be checked."""
-    ticket: Ticket | None = None
+    ticket: WeightTicket | None = None
     """The newest version."""
     reports: list[LoadReport] = field(default_factory=list)
     """Loads of the newest version."""

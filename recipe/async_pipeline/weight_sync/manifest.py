@@ -72,7 +72,7 @@ class Sample(msgspec.Struct, frozen=True):
     values: bytes
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class WeightTicket(msgspec.Struct, frozen=True):
     """A gathered version; its manifest follows on a board in shared memory of the trainer's host.
 
     Tickets pass through Ray as they are; only verl's own protocol, which has a board for them, encodes
@@ -87,11 +87,11 @@ class Ticket(msgspec.Struct, frozen=True):
     gather_s: float
     host: str = ""
     """The training host whose memory holds it."""
-    others: tuple[Ticket, ...] = ()
+    others: tuple[WeightTicket, ...] = ()
     """The shares of other training hosts, if the ranks are on several."""
 
     @property
-    def shares(self) -> tuple[Ticket, ...]:
+    def shares(self) -> tuple[WeightTicket, ...]:
         """Return the tickets of all training hosts; a `Bucket` names a share by its index here."""
         return (msgspec.structs.replace(self, others=()), *self.others)
 
@@ -226,7 +226,7 @@ def over_nodes(manifests: Sequence[Manifest]) -> Manifest:
     return msgspec.structs.replace(first, elsewhere=tuple(other.buckets for other in others))
 
 
-def encode(message: Announcement | Ticket | Failure) -> bytes:
+def encode(message: Announcement | WeightTicket | Failure) -> bytes:
     """Return the message as typed msgpack."""
     return msgspec.msgpack.encode(message)
 
@@ -236,9 +236,9 @@ def decode(data: bytes) -> Manifest:
     return _checked(_decoded(data, Manifest, "weight manifest"))
 
 
-def decode_ticket(data: bytes) -> Ticket:
+def decode_ticket(data: bytes) -> WeightTicket:
     """Decode a ticket. Raises WeightSyncError if it is not one."""
-    ticket: Ticket = _decoded(data, Ticket, "ticket of a weight version")
+    ticket: WeightTicket = _decoded(data, WeightTicket, "ticket of a weight version")
     return ticket
 
 
@@ -249,7 +249,7 @@ def decode_announcement(data: bytes) -> Announcement | Failure:
     return _checked(found) if isinstance(found, Manifest) else found
 
 
-def joined(tickets: Sequence[Ticket]) -> Ticket:
+def joined(tickets: Sequence[WeightTicket]) -> WeightTicket:
     """Return one ticket for the shares of all training hosts."""
     first, *others = tickets
     return msgspec.structs.replace(

@@ -25,7 +25,7 @@ from .element_map import ElementMap, Piece, Positions, View, missing_element, ov
 from .engine_adapter import Computed, Delivered, Expected
 from .manifest import Manifest, TensorEntry
 
-Share = dict[str, tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]]
+RankShare = dict[str, tuple[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]]
 """What one rank holds: the number of elements of each published tensor, and the rank's views of it as plain
 values, which pass between processes. Without tensors that the whole replica does not serve.
 """
@@ -48,23 +48,23 @@ class Coverage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedMap:
     """A map that was checked."""
 
     pieces: Mapping[str, tuple[Piece, ...]]
     """The pieces of each published tensor, including aliases."""
     computed: Mapping[str, Computed]
     """By published tensor."""
-    share: Share
+    share: RankShare
     coverage: Coverage
 
 
-def check_map(manifest: Manifest, delivered: Delivered) -> Checked:
+def check_map(manifest: Manifest, delivered: Delivered) -> CheckedMap:
     """Check the map of one rank. Raises ProofError, which names a tensor."""
     return _Check(manifest, delivered).run()
 
 
-def check_union(version: int, shares: Sequence[Share]) -> None:
+def check_union(version: int, shares: Sequence[RankShare]) -> None:
     """Check that the ranks of a replica together hold every published element, in the order of the ranks.
 
     Raises ProofError, which names a tensor.
@@ -95,14 +95,14 @@ class _Check:
         self._absent: set[str] = set()
         self._expected: set[str] = set()
 
-    def run(self) -> Checked:
+    def run(self) -> CheckedMap:
         for name in self._learned.pieces.keys() - self._layout.keys():
             raise self._error(f"{name} was loaded, but it was not published")
         for entry in self._manifest.tensors:
             self._place(entry)
         self._check_order()
         self._check_served()
-        return Checked(self._pieces, self._computed, self._share(), self._coverage())
+        return CheckedMap(self._pieces, self._computed, self._share(), self._coverage())
 
     def _error(self, message: str) -> ProofError:
         return ProofError(f"v{self._manifest.version}: {message}")
@@ -239,8 +239,8 @@ class _Check:
         first = tuple(name for name in unexplained[:MOST_NAMED] if sizes[name])
         return Coverage(served, served - missing, len(self._expected), first)
 
-    def _share(self) -> Share:
-        share: Share = {}
+    def _share(self) -> RankShare:
+        share: RankShare = {}
         for entry in self._manifest.tensors:
             numel = math.prod(entry.shape)
             if not numel or entry.name in self._absent:

@@ -87,11 +87,11 @@ def extent(tensor: torch.Tensor) -> int:
     return extent
 
 
-Batch = tuple[list[torch.Tensor], list[torch.Tensor]]
+CopyBatch = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
-def _copy(batch: Batch) -> None:
-    rest: Batch = [], []
+def _copy(batch: CopyBatch) -> None:
+    rest: CopyBatch = [], []
     for target, source in zip(*batch, strict=True):
         if _same_bytes(target, source):
             # The C library can write large blocks past the caches (`GLIBC_TUNABLES` in
@@ -116,9 +116,9 @@ def _copy_by_torch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
             torch._foreach_copy_(list(targets), list(sources))
 
 
-def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Batch]:
+def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
     """Split copies into batches of about `PIECE_BYTES`; large tensors along their first axis."""
-    batches: list[Batch] = [([], [])]
+    batches: list[CopyBatch] = [([], [])]
     room = PIECE_BYTES
     for whole, values in zip(targets, sources, strict=True):
         pairs = [(whole, values)]

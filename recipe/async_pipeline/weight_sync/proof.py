@@ -25,7 +25,7 @@ from .copy_plan import view_of
 from .element_map import ElementMap, Piece, Positions, View
 from .engine_adapter import Computed, Delivered
 from .manifest import VALUES_PER_TENSOR, Manifest, Sample, TensorEntry
-from .map_check import Checked, Coverage, Share, check_map, check_union
+from .map_check import CheckedMap, Coverage, RankShare, check_map, check_union
 
 # SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014). Replicas pause
 # for these positions, and NumPy's generators take longer to set up than to draw 64 values.
@@ -87,7 +87,7 @@ class Proved:
 
     tensors: int
     """Number of sampled tensors of which this rank holds a sampled element."""
-    share: Share | None
+    share: RankShare | None
     """The rank's share, if its map is new and the ranks must be checked together; see `check_union`."""
     coverage: Coverage
 
@@ -127,7 +127,7 @@ class Prover:
         """`ranks`: the number of ranks that hold the published tensors together."""
         self._ranks = ranks
         self._known: _Layout | None = None
-        self._checked: Checked | None = None
+        self._checked: CheckedMap | None = None
 
     def prove(
         self, manifest: Manifest, delivered: Delivered, published: Callable[[], Mapping[str, torch.Tensor]]
@@ -153,7 +153,7 @@ class Prover:
 def _compare_samples(
     manifest: Manifest,
     delivered: Delivered,
-    checked: Checked,
+    checked: CheckedMap,
     published: Callable[[], Mapping[str, torch.Tensor]],
 ) -> int:
     entries = {entry.name: entry for entry in manifest.tensors}

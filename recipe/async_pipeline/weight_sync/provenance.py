@@ -32,7 +32,7 @@ MOST_BLOCKS = 4096
 """Of one copy. More of them is no arrangement that a map could describe."""
 
 
-class Block(NamedTuple):
+class StridedBlock(NamedTuple):
     """A part of an intermediate tensor whose elements are a strided view of one published tensor."""
 
     name: str
@@ -80,7 +80,7 @@ class Provenance:
         self._numbers[storage.data_ptr()] = storage, flat
         return True
 
-    def blocks(self, tensor: torch.Tensor) -> list[Block] | None:
+    def blocks(self, tensor: torch.Tensor) -> list[StridedBlock] | None:
         """Return what an intermediate tensor consists of, or None if it is no such tensor."""
         found = self._numbered(tensor, lambda one: None)
         if found is None:
@@ -116,7 +116,7 @@ class Provenance:
             if torch._C._storage_Use_Count(storage._cdata) <= 1:
                 del self._numbers[address]
 
-    def _divided(self, numbers: Positions, start: tuple[int, ...], left: list[int]) -> Iterator[Block]:
+    def _divided(self, numbers: Positions, start: tuple[int, ...], left: list[int]) -> Iterator[StridedBlock]:
         """Divide into blocks: arithmetic along each axis, and inside one tensor."""
         if not numbers.size:
             return
@@ -131,7 +131,9 @@ class Provenance:
                 int(numbers.take(1, axis=a).flat[0]) - first if size > 1 else 1
                 for a, size in enumerate(numbers.shape)
             )
-            yield Block(self._names[index], View(first - self._bases[index], numbers.shape, stride), start)
+            yield StridedBlock(
+                self._names[index], View(first - self._bases[index], numbers.shape, stride), start
+            )
             return
         for part, offset in zip(np.split(numbers, [at], axis=axis), (0, at), strict=True):
             moved = (*start[:axis], start[axis] + offset, *start[axis + 1 :])

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class HostRanks(Protocol):
     """The training ranks of one host, which fill an arena together. Rank 0 of them owns it."""
 
     rank: int

@@ -32,7 +32,7 @@ IN_FLIGHT = 4
 """Buckets of one version that are requested at the same time: some are sent while others are checked."""
 
 
-class Verdict(Enum):
+class BucketVerdict(Enum):
     """The result of checking a bucket that arrived."""
 
     ACCEPTED = "accepted"
@@ -86,7 +86,7 @@ class Incoming:
         """
         self._landing = landing_of(announced)
         self.version = self._landing.version
-        self.verdicts: Counter[Verdict] = Counter()
+        self.verdicts: Counter[BucketVerdict] = Counter()
         self._announced, self._slot = announced, slot
         self._buckets = [
             Bucket(share, sequence)
@@ -108,7 +108,7 @@ class Incoming:
         """Return whether a bucket has arrived and is correct."""
         return bucket in self._arrived
 
-    def accept(self, header: bytes, payload: Any) -> Verdict:
+    def accept(self, header: bytes, payload: Any) -> BucketVerdict:
         """Check a bucket and take it in if it fits. `payload` is any buffer of bytes."""
         verdict = self._judge(header, memoryview(payload).cast("B"))
         with self._judging:
@@ -148,35 +148,35 @@ class Incoming:
         self._failure = self._failure or failure
         self._news.notify()
 
-    def _judge(self, encoded: bytes, payload: memoryview) -> Verdict:
+    def _judge(self, encoded: bytes, payload: memoryview) -> BucketVerdict:
         try:
             header = msgspec.msgpack.decode(encoded, type=Header)
         except UNREADABLE:
-            return Verdict.CORRUPT
+            return BucketVerdict.CORRUPT
 
         if header.version != self.version:
-            return Verdict.STALE
+            return BucketVerdict.STALE
         found = Bucket(header.share, header.sequence)
         if found not in self._known or header.count != len(self._announced[found.share].buckets):
-            return Verdict.UNKNOWN
+            return BucketVerdict.UNKNOWN
         # Otherwise a second, corrupt copy could overwrite the first one after its checksum was compared.
         with self._judging:
             if found in self._arrived or found in self._copying:
-                return Verdict.REPEATED
+                return BucketVerdict.REPEATED
             self._copying.add(found)
         try:
             return self._take_in(found, header.nbytes, payload)
         finally:
             self._copying.discard(found)
 
-    def _take_in(self, found: Bucket, nbytes: int, payload: memoryview) -> Verdict:
+    def _take_in(self, found: Bucket, nbytes: int, payload: memoryview) -> BucketVerdict:
         bucket = self._announced[found.share].buckets[found.sequence]
         if not len(payload) == nbytes == bucket.nbytes:
-            return Verdict.TRUNCATED
+            return BucketVerdict.TRUNCATED
         if not self._landing.take(self._slot, found, payload):
-            return Verdict.CORRUPT
+            return BucketVerdict.CORRUPT
         self._arrived.add(found)
-        return Verdict.ACCEPTED
+        return BucketVerdict.ACCEPTED
 
 
 async def receive(incoming: Incoming, fetch: Fetch, in_flight: int = IN_FLIGHT) -> Manifest:

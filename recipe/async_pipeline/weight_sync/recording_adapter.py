@@ -23,9 +23,9 @@ from .engine_adapter import Computed, Conversion, Delivered, Expected
 from .manifest import Manifest, TensorEntry
 from .standby_conversion import Convert, Converted, Named, StandbyConversion, replaced
 from .standby_copy import StandbyCopy
-from .standby_version import Ended, ignore
+from .standby_version import StagingEnded, ignore
 
-Place = tuple[int, View, torch.dtype]
+TensorPlace = tuple[int, View, torch.dtype]
 
 
 class RecordingAdapter(ABC):
@@ -83,7 +83,7 @@ class RecordingAdapter(ABC):
     def seal(self) -> None:
         """Do what the engine does with weights once they are proved."""
 
-    def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
+    def prepare(self, manifest: Manifest, ended: StagingEnded = ignore) -> bool:
         """Start to stage a version on the device; the thread that does so calls `ended` last.
 
         Returns False if it cannot be staged because no load of its layout could be recorded. If the staging
@@ -218,7 +218,7 @@ def _arena(manifest: Manifest) -> tuple[str, ...]:
     return tuple(bucket.segment for bucket in manifest.buckets)
 
 
-def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorPlace]:
     return {name: (t.data_ptr(), view_of(t), t.dtype) for name, t in tensors.items()}
 
 

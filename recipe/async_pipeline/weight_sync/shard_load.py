@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..errors import ProofError, WeightSyncError
-from .arena import Part
+from .arena import HeldBlock
 from .manifest import Manifest
 from .memory_work import copy_all
 from .proof import sample_positions, to_bytes
@@ -25,7 +25,7 @@ SCALING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_patte
 """Settings of an adapter that change what its tensors mean; their names say where they belong."""
 
 
-class Loaded(NamedTuple):
+class RankLoad(NamedTuple):
     """What one rank did. A version is proved if its ranks together compared at least one tensor."""
 
     version: int
@@ -54,7 +54,7 @@ def require_same_adapter(manifest: Manifest, held: str | None) -> None:
             )
 
 
-def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> None:
+def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Sequence[HeldBlock]) -> None:
     """Copy each part's block out of its published tensor, cast to the part's dtype. Waits for device
     copies.
 
@@ -84,13 +84,13 @@ def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Seque
             copy_all(targets, sources)
 
 
-def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
+def prove_parts(manifest: Manifest, parts: Sequence[HeldBlock]) -> int:
     """Compare this rank's share of the samples of a version; return the number of tensors compared.
 
     A tensor without elements counts if this rank has it. Raises ProofError if they differ.
     """
     entries = {entry.name: entry for entry in manifest.tensors}
-    held: dict[str, list[Part]] = {}
+    held: dict[str, list[HeldBlock]] = {}
     for part in parts:
         if part.values is not None and part.values.numel():
             held.setdefault(part.name, []).append(part)

@@ -57,7 +57,7 @@ class Bucket(NamedTuple):
     """Index among the buckets of that host."""
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """A block that a rank holds."""
 
     tensor: int
@@ -66,7 +66,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-def laid_out(tensors: Sequence[TensorEntry], places: Sequence[Place], bucket_bytes: int) -> list[Block]:
+def laid_out(tensors: Sequence[TensorEntry], places: Sequence[BlockPlace], bucket_bytes: int) -> list[Block]:
     """Return where the blocks of one host are in its buckets, in the order of `places`."""
     layout, blocks = Layout(bucket_bytes), []
     for place in places:

@@ -17,7 +17,7 @@ from .manifest import Manifest
 STAGING_S = 600.0
 """Deadline for the staging of a version, which takes seconds during generation."""
 
-Ended = Callable[[BaseException | None], None]
+StagingEnded = Callable[[BaseException | None], None]
 """Gets the error of a staging, or None."""
 
 
@@ -47,7 +47,7 @@ class StandbyVersion(ABC):
         self,
         manifest: Manifest,
         published: Mapping[str, torch.Tensor],
-        ended: Ended = ignore,
+        ended: StagingEnded = ignore,
         first: Callable[[], None] = lambda: None,
     ) -> None:
         """Stage a version in a thread, which calls `first` and, last, `ended`.
@@ -92,7 +92,7 @@ class StandbyVersion(ABC):
         older: threading.Thread | None,
         manifest: Manifest,
         published: Mapping[str, torch.Tensor],
-        ended: Ended,
+        ended: StagingEnded,
         first: Callable[[], None],
     ) -> None:
         if older is not None:

@@ -17,7 +17,7 @@ from ..core.deadline import within
 from ..errors import WaitTimeout, WeightSyncError
 from .arena import ArenaReader
 from .board import await_announcement
-from .manifest import Announcement, Ticket
+from .manifest import Announcement, WeightTicket
 from .shares import Bucket
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Relayed:
 class Mapped:
     """A `Transport` within the training host itself."""
 
-    def __init__(self, reader: ArenaReader, ticket: Ticket, timeout_s: float) -> None:
+    def __init__(self, reader: ArenaReader, ticket: WeightTicket, timeout_s: float) -> None:
         self._reader, self._ticket, self._timeout_s = reader, ticket, timeout_s
 
     async def announced(self) -> Announcement:

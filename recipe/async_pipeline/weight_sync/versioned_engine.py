@@ -25,7 +25,8 @@ from uuid import uuid4
 
 from ..core.deadline import within
 from ..core.items import LoadReport
-from .answer import Answer, Part, Span
+from ..core.token_spans import TokenSpan, pairs_of
+from .answer import Answer, Part
 from .attempt_gate import AttemptGate
 
 STANDSTILL_S = 5.0
@@ -74,13 +75,13 @@ class Salts(NamedTuple):
         return salt if salt is None or is_of_session else self.new
 
 
-Load = Callable[[], Awaitable[Loaded]]
+LoadCall = Callable[[], Awaitable[Loaded]]
 
 
-class Attempt(NamedTuple):
+class AttemptOptions(NamedTuple):
     """How a request goes to the engine."""
 
-    said: Sequence[int] = ()
+    written: Sequence[int] = ()
     """Tokens of previous attempts, which follow the prompt and count as generated."""
     salt: str | None = None
     """Requests with different salts share no keys and values."""
@@ -92,7 +93,7 @@ class Attempt(NamedTuple):
     """Called when the engine has got the request: a load that is sent later finds it there."""
 
 
-class Written(NamedTuple):
+class AttemptTokens(NamedTuple):
     """What an attempt has generated so far."""
 
     token_ids: Sequence[int]
@@ -110,7 +111,7 @@ class Engine(Protocol[_Request, Output]):
 
     def prompt_tokens(self, request: _Request) -> int: ...
 
-    def attempt(self, request: _Request, how: Attempt) -> AsyncGenerator[Output, None]:
+    def attempt(self, request: _Request, how: AttemptOptions) -> AsyncGenerator[Output, None]:
         """Generate the rest of a response. Ending the generator early abandons the request.
 
         It begins only while the engine is not paused, but a pause can overtake it.
@@ -127,7 +128,7 @@ class Engine(Protocol[_Request, Output]):
     def joined(self, output: Output, before: Sequence[Part]) -> Output:
         """Return the output of the last attempt with the previous ones in front."""
 
-    async def written(self, names: Sequence[str]) -> Mapping[str, Written]:
+    async def written(self, names: Sequence[str]) -> Mapping[str, AttemptTokens]:
         """Return what the attempts of these requests have generated so far."""
 
     async def pause(self, mode: str) -> None:
@@ -140,7 +141,7 @@ class Engine(Protocol[_Request, Output]):
 
 
 class _Recording(NamedTuple):
-    spans: list[Span]
+    spans: list[TokenSpan]
     session: int | None
 
 
@@ -148,12 +149,12 @@ _recording: ContextVar[_Recording | None] = ContextVar("the answer that this tas
 
 
 @contextmanager
-def recorded_spans(session: int | None = None) -> Iterator[list[Span]]:
+def recorded_spans(session: int | None = None) -> Iterator[list[TokenSpan]]:
     """Yield a list that receives the spans of the one response generated inside.
 
     `session`: the version that began the first response of its session; None if this is the first one.
     """
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     token = _recording.set(_Recording(spans, session))
     try:
         yield spans
@@ -184,7 +185,7 @@ class VersionedEngine(Generic[Request, Output]):
         """
 
     async def load(
-        self, version: int, load: Load, in_flight: str, *, reuse_prefixes: Reuse = False
+        self, version: int, load: LoadCall, in_flight: str, *, reuse_prefixes: Reuse = False
     ) -> tuple[Loaded, int]:
         """Run `load` when the requests in flight allow it; return its result and the tokens to be read
         again.
@@ -261,7 +262,7 @@ class VersionedEngine(Generic[Request, Output]):
         """
         record, arrival = _recording.get(), self._gate.arrive()
         if record is None:
-            passed = self._outputs(request, arrival, lambda: Attempt(salt=self.salt()))
+            passed = self._outputs(request, arrival, lambda: AttemptOptions(salt=self.salt()))
             async with aclosing(passed) as outputs:
                 async for output in outputs:
                     yield output
@@ -272,9 +273,9 @@ class VersionedEngine(Generic[Request, Output]):
         def sent() -> None:
             answer.sent_before = self._next_load
 
-        def begin() -> Attempt:
+        def begin() -> AttemptOptions:
             answer.begin_attempt(self.version)
-            return Attempt(answer.said, self.salt(session), self._follow, text=False, sent=sent)
+            return AttemptOptions(answer.said, self.salt(session), self._follow, text=False, sent=sent)
 
         try:
             while True:
@@ -292,7 +293,7 @@ class VersionedEngine(Generic[Request, Output]):
             record.spans[:] = answer.written_spans()
 
     async def _outputs(
-        self, request: Request, arrival: int, begin: Callable[[], Attempt]
+        self, request: Request, arrival: int, begin: Callable[[], AttemptOptions]
     ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of one attempt, which `begin` describes when it begins.
 
@@ -327,9 +328,9 @@ class VersionedEngine(Generic[Request, Output]):
                 continue
             # An attempt that has ended meanwhile is in front already.
             current = now.get(name) if len(answer.before) == attempts[name] else None
-            parts = [Written(part.token_ids, self._engine.log_probs(part)) for part in answer.before]
+            parts = [AttemptTokens(part.token_ids, self._engine.log_probs(part)) for part in answer.before]
             tokens, log_probs = _together([*parts, *([current] if current is not None else [])])
-            spans = [list(span) for span in answer.spans if span.start < len(tokens)]
+            spans = pairs_of(span for span in answer.spans if span.start < len(tokens))
             if tokens and spans:
                 found[name] = tokens, log_probs, spans
         return found
@@ -340,7 +341,7 @@ def salt_of(version: int | None) -> str:
     return f"v{version}"
 
 
-def _together(parts: Sequence[Written]) -> tuple[list[int], list[float] | None]:
+def _together(parts: Sequence[AttemptTokens]) -> tuple[list[int], list[float] | None]:
     tokens = [token for part in parts for token in part.token_ids]
     if any(part.log_probs is None or len(part.log_probs) < len(part.token_ids) for part in parts):
         return tokens, None

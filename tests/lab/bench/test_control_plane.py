@@ -17,18 +17,18 @@ from recipe.async_pipeline.lab.bench.control_plane import (
     LOOP,
     SERVED,
     TRAINED,
-    Load,
+    JobSize,
     figures,
     growth,
     largest_batch,
     overrides_of,
 )
 from recipe.async_pipeline.lab.bench.runner import JobFailed
-from recipe.async_pipeline.lab.bench.spans import Span
+from recipe.async_pipeline.lab.bench.spans import MeasuredSpan
 from recipe.async_pipeline.lab.bench.usage import Usage
 
 LAG = {"p50": 0.001, "p99": 0.004, "max": 0.02, "own_p50": 0.0, "own_p99": 0.002, "own_max": 0.01}
-LOAD = Load(groups=4, answers=2, replicas=3, steps=2, lag=1, filtered=0.5, answer_s=0.1, workers=1)
+LOAD = JobSize(groups=4, answers=2, replicas=3, steps=2, lag=1, filtered=0.5, answer_s=0.1, workers=1)
 
 
 def measured(groups: int = 4) -> dict[str, Any]:
@@ -36,13 +36,13 @@ def measured(groups: int = 4) -> dict[str, Any]:
     parts = ("driver", "workers", "store", "rewards", "servers", "other", "ray")
     usage = [Usage(10.0, dict.fromkeys(parts, 1.0), 0), Usage(20.0, dict.fromkeys(parts, 1.1), 0)]
     spans = [
-        Span(SERVED, 8.0, 10.0, {"version": 0}),
-        Span(CHECK, 9.0, 11.0, {}),
-        Span(CHECK, 11.0, 11.5, {}),
-        Span(TRAINED, 14.0, 15.0, {"step": 1, "trajectories": 8, "private_bytes": 5 << 20}),
-        Span(TRAINED, 19.0, 20.0, {"step": 2, "trajectories": 8}),
-        Span(LOOP, 20.0, 20.0, LAG),
-        Span(END, 21.0, 21.0, {"most_open_requests": [3, 2, 3], "left_in_store": 0}),
+        MeasuredSpan(SERVED, 8.0, 10.0, {"version": 0}),
+        MeasuredSpan(CHECK, 9.0, 11.0, {}),
+        MeasuredSpan(CHECK, 11.0, 11.5, {}),
+        MeasuredSpan(TRAINED, 14.0, 15.0, {"step": 1, "trajectories": 8, "private_bytes": 5 << 20}),
+        MeasuredSpan(TRAINED, 19.0, 20.0, {"step": 2, "trajectories": 8}),
+        MeasuredSpan(LOOP, 20.0, 20.0, LAG),
+        MeasuredSpan(END, 21.0, 21.0, {"most_open_requests": [3, 2, 3], "left_in_store": 0}),
     ]
     summary = {
         "groups_drawn": 10,
@@ -91,7 +91,9 @@ def test_the_overrides_describe_the_load(tmp_path: Path) -> None:
         "++algorithm.filter_groups.enable=true",
     ):
         assert line in lines
-    on_policy = Load(groups=4, answers=2, replicas=3, steps=2, lag=0, filtered=0.0, answer_s=0.1, workers=1)
+    on_policy = JobSize(
+        groups=4, answers=2, replicas=3, steps=2, lag=0, filtered=0.0, answer_s=0.1, workers=1
+    )
     lines = overrides_of(on_policy, tmp_path)
     assert "++async_strategy='on_policy'" in lines
     assert "++algorithm.filter_groups.enable=false" in lines
@@ -107,11 +109,11 @@ def test_the_largest_batch_is_the_last_below_the_limit() -> None:
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[JobSize]:
     """The jobs that were run; the lag of one with 64 prompts or more is 20 ms."""
-    ran: list[Load] = []
+    ran: list[JobSize] = []
 
-    def run_job(load: Load, *rest: Any) -> dict[str, Any]:
+    def run_job(load: JobSize, *rest: Any) -> dict[str, Any]:
         ran.append(load)
         return with_lag(load.groups * load.answers, 0.02 if load.groups >= 64 else 0.001)
 
@@ -120,13 +122,13 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
 
 
 def test_figures_are_written_and_shown(
-    jobs: list[Load], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    jobs: list[JobSize], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "c.json"
     assert main(["bench", "control-plane", "--groups", "8", "--json", str(out)]) == 0
     data = json.loads(out.read_text())
     assert data["load"]["groups"] == 8
-    assert jobs == [Load(**data["load"])]
+    assert jobs == [JobSize(**data["load"])]
     assert data["load"]["steps"] == 20
     assert {"p50", "p99"} <= set(data["loop_lag_s"])
     assert "| CPU ms per trajectory |" in capsys.readouterr().out
@@ -139,14 +141,14 @@ def test_json_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_search_stops_at_the_first_size_above_the_limit(
-    jobs: list[Load], capsys: pytest.CaptureFixture[str]
+    jobs: list[JobSize], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "control-plane", "--search", "--groups", "1024"]) == 0
     assert [load.groups for load in jobs] == [16, 32, 64, 1024]
     assert "largest batch with less than 10.0 ms of lag: 512" in capsys.readouterr().out
 
 
-def test_the_given_size_runs_once_and_counts(jobs: list[Load], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_given_size_runs_once_and_counts(jobs: list[JobSize], capsys: pytest.CaptureFixture[str]) -> None:
     for groups in (8, 32):
         assert main(["bench", "control-plane", "--search", "--groups", str(groups)]) == 0
         assert f"less than 10.0 ms of lag: {16 * groups}" in capsys.readouterr().out
@@ -176,7 +178,7 @@ def test_a_failed_job_is_reported(
     ],
 )
 def test_sizes_are_checked(
-    option: list[str], message: str, jobs: list[Load], capsys: pytest.CaptureFixture[str]
+    option: list[str], message: str, jobs: list[JobSize], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "control-plane", *option]) == 2
     assert message in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 from recipe.async_pipeline.lab.bench import image_judge, spans
 from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
-from recipe.async_pipeline.lab.bench.waits import Lognormal
+from recipe.async_pipeline.lab.bench.waits import LognormalWait
 
 WAIT = {"median": 5.0, "sigma": 0.5, "cap": 20.0}
 
@@ -41,5 +41,5 @@ def test_each_picture_has_its_latency_and_its_score(job: Path, monkeypatch: pyte
         for session in (2, 0)
     ]
     assert found == [{"score": 0.5, "colour": 1.0, "place": 0.0}] * 2
-    assert waits == [Lognormal(**WAIT).draw(1, "judge", 3, session) for session in (2, 0)]
+    assert waits == [LognormalWait(**WAIT).draw(1, "judge", 3, session) for session in (2, 0)]
     assert [one.facts for one in read_spans(job) if one.name == "judge"] == [{"prompt": 3}] * 2

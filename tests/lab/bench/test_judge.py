@@ -11,7 +11,7 @@ import pytest
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.lab.bench import judge, spans
 from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
-from recipe.async_pipeline.lab.bench.waits import Lognormal
+from recipe.async_pipeline.lab.bench.waits import LognormalWait
 
 WAIT = {"median": 5.0, "sigma": 0.5, "cap": 20.0}
 
@@ -42,5 +42,5 @@ def test_each_response_has_its_latency_in_any_order(job: Path, monkeypatch: pyte
     monkeypatch.setattr(asyncio, "sleep", sleep)
     for session in (2, 0, 1):
         score("46", session)
-    assert waits == [Lognormal(**WAIT).draw(1, "judge", 3, i) for i in (2, 0, 1)]
+    assert waits == [LognormalWait(**WAIT).draw(1, "judge", 3, i) for i in (2, 0, 1)]
     assert [s.facts for s in read_spans(job) if s.name == "judge"] == [{"prompt": 3}] * 3

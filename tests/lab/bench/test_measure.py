@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.lab.bench.measure import NotEnoughSteps, latencies, measure
-from recipe.async_pipeline.lab.bench.spans import Span
+from recipe.async_pipeline.lab.bench.spans import MeasuredSpan
 from recipe.async_pipeline.lab.bench.usage import Usage
 from recipe.async_pipeline.lab.bench.workload import Workload
 
@@ -19,12 +19,12 @@ USAGE = [
 ]
 
 
-def step(number: int, start: float, end: float, lags: list[int]) -> Span:
-    return Span("update_actor", start, end, {"step": number, "samples": len(lags), "lags": lags})
+def step(number: int, start: float, end: float, lags: list[int]) -> MeasuredSpan:
+    return MeasuredSpan("update_actor", start, end, {"step": number, "samples": len(lags), "lags": lags})
 
 
-def span(name: str, start: float, end: float, **facts: Any) -> Span:
-    return Span(name, start, end, facts)
+def span(name: str, start: float, end: float, **facts: Any) -> MeasuredSpan:
+    return MeasuredSpan(name, start, end, facts)
 
 
 # Steps end at 10, 14, 20 and 30; the window is 10 to 20.

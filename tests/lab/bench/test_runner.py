@@ -24,8 +24,8 @@ from recipe.async_pipeline.lab.bench.runner import (
     overrides_of,
     run_job,
 )
-from recipe.async_pipeline.lab.bench.waits import Lognormal
-from recipe.async_pipeline.lab.bench.workload import Episode, Workload, load
+from recipe.async_pipeline.lab.bench.waits import LognormalWait
+from recipe.async_pipeline.lab.bench.workload import EpisodeWorkload, Workload, load
 
 
 def test_arms_take_turns(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_the_agent_loop_gets_the_episode(tmp_path: Path) -> None:
     agents: Any = OmegaConf.load(tmp_path / "agents.yaml")
     (agent,) = agents
     assert (agent.name, agent.seed) == ("bench_episode", 7)
-    assert msgspec.convert(OmegaConf.to_container(agent.episode), Episode) == workload.episode
+    assert msgspec.convert(OmegaConf.to_container(agent.episode), EpisodeWorkload) == workload.episode
 
 
 def test_an_arm_that_counts_prompts_gets_as_many_as_the_others(tmp_path: Path) -> None:
@@ -108,7 +108,10 @@ def test_a_job_gets_the_latency_of_its_reference(tmp_path: Path, monkeypatch: py
     seen = tmp_path / "seen"
     fake_command(monkeypatch, f'echo "$ASYNC_PIPELINE_BENCH_REFERENCE" > {seen}; exit 1')
     for reference_s, expected in (
-        (Lognormal(median=1, sigma=0.5, cap=2), {"seed": 7, "wait": {"median": 1, "sigma": 0.5, "cap": 2}}),
+        (
+            LognormalWait(median=1, sigma=0.5, cap=2),
+            {"seed": 7, "wait": {"median": 1, "sigma": 0.5, "cap": 2}},
+        ),
         (None, None),
     ):
         workload = Workload(reason="r", reference_s=reference_s)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.lab.bench import spans
-from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, Span, SpanFile, read_spans, union
+from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, MeasuredSpan, SpanFile, read_spans, union
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda p: (float(p[0]), float(sum(p))))
@@ -34,7 +34,10 @@ def test_spans_are_read_in_order_of_their_end(tmp_path: Path) -> None:
     file = SpanFile(tmp_path)
     file.add("late", 2.0, 3.0, step=1)
     file.add("early", 0.0, 1.0)
-    assert read_spans(tmp_path) == [Span("early", 0.0, 1.0, {}), Span("late", 2.0, 3.0, {"step": 1})]
+    assert read_spans(tmp_path) == [
+        MeasuredSpan("early", 0.0, 1.0, {}),
+        MeasuredSpan("late", 2.0, 3.0, {"step": 1}),
+    ]
 
 
 def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:

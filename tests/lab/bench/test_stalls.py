@@ -7,22 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.lab.bench.spans import Span
+from recipe.async_pipeline.lab.bench.spans import MeasuredSpan
 from recipe.async_pipeline.lab.bench.stalls import costs, noise, pauses_of, stall_in, summary, usual_pause
 
 
-def step(pid: int, start: float, end: float) -> Span:
-    return Span("engine_step", start, end, {"pid": pid})
+def step(pid: int, start: float, end: float) -> MeasuredSpan:
+    return MeasuredSpan("engine_step", start, end, {"pid": pid})
 
 
-def steps(pid: int, *holes: tuple[float, float], until: int = 40) -> list[Span]:
+def steps(pid: int, *holes: tuple[float, float], until: int = 40) -> list[MeasuredSpan]:
     """Return a step of 0.9 s every second, except steps that would touch a hole."""
     made = [step(pid, t, t + 0.9) for t in range(until)]
     return [s for s in made if not any(s.start < end and start < s.end for start, end in holes)]
 
 
-def publication(start: float, end: float, **facts: float) -> Span:
-    return Span("publication", start, end, {"trainer_stall": 0.5, **facts})
+def publication(start: float, end: float, **facts: float) -> MeasuredSpan:
+    return MeasuredSpan("publication", start, end, {"trainer_stall": 0.5, **facts})
 
 
 def test_a_hole_around_a_weight_update_is_a_stall() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.lab.bench.waits import Lognormal
+from recipe.async_pipeline.lab.bench.waits import LognormalWait
 
-TOOL = Lognormal(median=0.4, sigma=0.9, cap=4.0)
+TOOL = LognormalWait(median=0.4, sigma=0.9, cap=4.0)
 
 
 @pytest.mark.slow
@@ -39,11 +39,11 @@ def test_seeds_and_requests_have_different_latencies() -> None:
 
 
 def test_without_spread_every_latency_is_the_median() -> None:
-    assert Lognormal(median=2.0, sigma=0.0, cap=3.0).draw(1, "x") == pytest.approx(2.0)
+    assert LognormalWait(median=2.0, sigma=0.0, cap=3.0).draw(1, "x") == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("values", [(0, 1, 1), (-1, 1, 1), (2, 1, 1), (1, -0.1, 2)])
 def test_invalid_parameters_are_rejected(values: tuple[float, float, float]) -> None:
     middle, sigma, cap = values
     with pytest.raises(ConfigError, match="0 < median <= cap"):
-        Lognormal(median=middle, sigma=sigma, cap=cap)
+        LognormalWait(median=middle, sigma=sigma, cap=cap)

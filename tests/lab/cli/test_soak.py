@@ -15,7 +15,7 @@ from recipe.async_pipeline.lab.soak import faults
 
 
 def test_faults_are_chosen_by_name() -> None:
-    addition, lake, tool, agent = (set(soak.kinds_of("all", task)) for task in get_args(faults.Task))
+    addition, lake, tool, agent = (set(soak.kinds_of("all", task)) for task in get_args(faults.SoakTask))
     assert addition | lake | tool | agent == set(faults.FAULTS)
     assert {"agent_killed", "agent_hung", "client_retries"} == agent - lake
     assert {"tool_raises", "tool_hung"} == tool - lake

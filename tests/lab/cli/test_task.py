@@ -14,7 +14,7 @@ import pytest
 
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.lab.cli import task
-from recipe.async_pipeline.lab.tasks.build import Measured, Spec, Toy, ToySpec
+from recipe.async_pipeline.lab.tasks.build import Spec, Toy, ToyMeasurements, ToySpec
 from recipe.async_pipeline.lab.tasks.image_build import ImageSpec
 from recipe.async_pipeline.lab.tasks.image_model import FluxModelSpec
 
@@ -27,7 +27,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Spec, Path]]:
     def ensure(spec: Spec, root: Path, *, report: Callable[[str], None], fill: object = None) -> Toy:
         calls.append((spec, root))
         report("working")
-        return Toy(dir=root / "made", measured=Measured(accuracy_after_warmup=0.25, seconds=1.5))
+        return Toy(dir=root / "made", measured=ToyMeasurements(accuracy_after_warmup=0.25, seconds=1.5))
 
     monkeypatch.setattr(task, "ensure_toy", ensure)
     return calls

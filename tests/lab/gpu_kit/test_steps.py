@@ -14,9 +14,9 @@ from recipe.async_pipeline.lab.gpu_kit.steps import (
     FAILED,
     NOT_RUN,
     PASSED,
+    CheckStep,
     Figure,
     Options,
-    Step,
     logs_of,
     run_step,
     run_steps,
@@ -31,13 +31,13 @@ def options(tmp_path: Path) -> Options:
     )
 
 
-def step(code: str, *, name: str = "one", limit_s: float = 60.0, missing: str | None = None) -> Step:
+def step(code: str, *, name: str = "one", limit_s: float = 60.0, missing: str | None = None) -> CheckStep:
     """A step that runs Python code, with the file for its figures as `sys.argv[1]`."""
 
     def command(options: Options, written: Path) -> Sequence[str]:
         return (sys.executable, "-c", code, str(written))
 
-    return Step(
+    return CheckStep(
         name=name,
         shows="that it works",
         limit_s=limit_s,

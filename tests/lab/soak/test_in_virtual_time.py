@@ -20,7 +20,7 @@ from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import Group, LoadReport, Prompt, Publication
 from recipe.async_pipeline.core.ledger_audit import audit, valid
 from recipe.async_pipeline.weight_sync.fleet import Fleet
-from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket
 from tests.fakes.lives import Life, check, lives
 from tests.fakes.trainer import SimCheckpoint, SimTrainer, published
 
@@ -38,7 +38,7 @@ class Replica:
         self._dice, self._bad = dice, bad
         self._loaded = False
 
-    async def prepare(self, ticket: Ticket) -> None:
+    async def prepare(self, ticket: WeightTicket) -> None:
         await self._work(PREPARE_S, "its memory is full")
         self.prepared = ticket.version
 
@@ -122,7 +122,7 @@ class Hurt(SimTrainer):
         return False if full else await super().save(state, **read)
 
     async def publish(self, version: int, snapshot: object) -> Publication:
-        ticket = Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1)
+        ticket = WeightTicket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1)
         await self.fleet.retire(version - 2)
         outcome = await self.fleet.publish(ticket)
         assert outcome.reports

@@ -43,7 +43,7 @@ def way(seed: int) -> str:
 
 
 def played(at: Served, control: Path, *, is_bad: bool) -> Any:
-    policy = lake_agent.Policy(f"{at.url}/v1", at.session.keys.model)
+    policy = lake_agent.PolicyChat(f"{at.url}/v1", at.session.keys.model)
     play: Callable[[], float] = lambda: lake_agent.play({"seed": SEED}, policy, control, is_bad=is_bad)  # noqa: E731
     return asyncio.get_running_loop().run_in_executor(None, play)
 
@@ -82,7 +82,7 @@ def test_requests_that_are_sent_again_cost_no_generation(tmp_path: Path, is_bad:
 def test_another_answer_is_a_complaint(tmp_path: Path) -> None:
     control = tmp_path / "mood"
 
-    class Forgetful(lake_agent.Policy):
+    class Forgetful(lake_agent.PolicyChat):
         def leave(self, messages: lake_agent.Messages) -> None: ...
 
         def ask(self, messages: lake_agent.Messages, attempt: int = 0) -> str:

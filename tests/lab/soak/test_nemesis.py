@@ -38,8 +38,8 @@ def test_faults_within_gives_whole_rounds(seconds: float, kinds: int, faults: in
     assert nemesis.faults_within(seconds, kinds) == faults
 
 
-def outcome() -> nemesis.Outcome:
-    return nemesis.Outcome(
+def outcome() -> nemesis.SoakOutcome:
+    return nemesis.SoakOutcome(
         struck=[
             nemesis.Struck("kill_engine", 20.0, 30.0),
             nemesis.Struck("burst", 60.0, 4.0),
@@ -55,12 +55,12 @@ def outcome() -> nemesis.Outcome:
 
 
 def test_a_run_that_hangs_before_it_has_a_ledger_is_a_violation(tmp_path: Path) -> None:
-    hung = nemesis.Outcome(hangs=["the run did not recover: 600 s without the first version served"])
+    hung = nemesis.SoakOutcome(hangs=["the run did not recover: 600 s without the first version served"])
     found = nemesis.report(hung, tmp_path, ["burst"])
     assert found["violations"] == hung.hangs
     assert (found["steps"], found["not_injected"]) == (0, ["burst"])
     with pytest.raises(ConfigError, match="ledger.jsonl does not exist"):
-        nemesis.report(nemesis.Outcome(), tmp_path, ["burst"])
+        nemesis.report(nemesis.SoakOutcome(), tmp_path, ["burst"])
 
 
 def test_the_report_counts_faults_recoveries_steps_and_fates(tmp_path: Path) -> None:

@@ -186,12 +186,14 @@ def test_examine_runs_every_check() -> None:
 def test_a_tree_is_compared_instead(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problem = compare.Problem(subject="overrides", severity="breaks", what="a:B.c", detail="is missing; d.py")
-    changed = compare.Problem(subject="names", severity="changed", what="a:f", detail="was 1, is 2")
+    problem = compare.ContractProblem(
+        subject="overrides", severity="breaks", what="a:B.c", detail="is missing; d.py"
+    )
+    changed = compare.ContractProblem(subject="names", severity="changed", what="a:f", detail="was 1, is 2")
     checked = {"names": 3, "overrides": 2}
 
-    def with_problems(*problems: compare.Problem) -> None:
-        found = compare.Comparison(root="r", verl="2", pin="1", checked=checked, problems=problems)
+    def with_problems(*problems: compare.ContractProblem) -> None:
+        found = compare.TreeComparison(root="r", verl="2", pin="1", checked=checked, problems=problems)
         monkeypatch.setattr(compare, "compare", lambda root, folder: found)
 
     with_problems(changed)

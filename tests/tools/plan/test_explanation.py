@@ -10,12 +10,12 @@ import pytest
 from recipe.async_pipeline.tools.plan.distribution import Lognormal
 from recipe.async_pipeline.tools.plan.explanation import explained, load_of
 from recipe.async_pipeline.tools.plan.profile import Answers, Batch, Decode
-from recipe.async_pipeline.tools.plan.search import Plan, plan
+from recipe.async_pipeline.tools.plan.search import SearchResult, plan
 from tests.tools.plan.workloads import LONG_TAIL, TRAINING, profile, setting
 
 
 @pytest.fixture(scope="module")
-def short_lag() -> Plan:
+def short_lag() -> SearchResult:
     return plan(LONG_TAIL, 16, max_lag=1)
 
 
@@ -43,7 +43,7 @@ def test_long_responses_hold_cache_for_longer() -> None:
 
 
 @pytest.mark.slow
-def test_a_lag_that_waits_for_the_tail_names_the_lag_that_would_not(short_lag: Plan) -> None:
+def test_a_lag_that_waits_for_the_tail_names_the_lag_that_would_not(short_lag: SearchResult) -> None:
     text = "\n".join(explained(short_lag))
     found = re.search(r"max_lag 1 spreads over 2 steps; with --max-lag (\d+) the limit would be", text)
     assert found is not None, text
@@ -53,7 +53,7 @@ def test_a_lag_that_waits_for_the_tail_names_the_lag_that_would_not(short_lag: P
 
 
 @pytest.mark.slow
-def test_every_pool_and_the_memory_are_explained(short_lag: Plan) -> None:
+def test_every_pool_and_the_memory_are_explained(short_lag: SearchResult) -> None:
     lines = explained(short_lag)
     for pool in short_lag.found[0].candidate.setting.placement.pools:
         assert any(

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from recipe.async_pipeline.tools.plan.draws import AnswerCost
-from recipe.async_pipeline.tools.plan.replica import Answer, Group, Replica
+from recipe.async_pipeline.tools.plan.replica import Answer, Replica, SimulatedGroup
 
 ONE_SLOT = (0.0, 1.0)
 """Seconds of a step with no response, and with one."""
@@ -17,7 +17,7 @@ ONE_SLOT = (0.0, 1.0)
 
 def responses(*tokens: int) -> list[Answer]:
     async def make() -> list[Answer]:
-        return Group([AnswerCost(0.0, (n,), (), 0.0, n) for n in tokens]).answers
+        return SimulatedGroup([AnswerCost(0.0, (n,), (), 0.0, n) for n in tokens]).answers
 
     return asyncio.run(make())
 
@@ -70,7 +70,7 @@ def test_a_response_records_the_version_that_wrote_its_first_token() -> None:
 def turns(*tokens: int) -> Answer:
     async def make() -> Answer:
         waits = (0.0,) * (len(tokens) - 1)
-        return Group([AnswerCost(0.0, tokens, waits, 0.0, sum(tokens))]).answers[0]
+        return SimulatedGroup([AnswerCost(0.0, tokens, waits, 0.0, sum(tokens))]).answers[0]
 
     return asyncio.run(make())
 

@@ -14,14 +14,14 @@ from recipe.async_pipeline.tools.plan import candidates, search
 from recipe.async_pipeline.tools.plan.candidates import candidates_of
 from recipe.async_pipeline.tools.plan.layout import groups_of, knobs_of, placement_of, pools_of
 from recipe.async_pipeline.tools.plan.profile import Batch, Profile, load
-from recipe.async_pipeline.tools.plan.search import Plan, judge, overrides, plan, synchronous
-from recipe.async_pipeline.tools.plan.simulation import Outcome, TooSlow, simulate
+from recipe.async_pipeline.tools.plan.search import SearchResult, judge, overrides, plan, synchronous
+from recipe.async_pipeline.tools.plan.simulation import SimulatedRun, TooSlow, simulate
 from recipe.async_pipeline.tools.plan.trainer import Setting
 from tests.tools.plan.workloads import LONG_TAIL, TRAINING
 
 
 @pytest.fixture(scope="module")
-def long_tail() -> Plan:
+def long_tail() -> SearchResult:
     return plan(LONG_TAIL, 16, max_lag=4)
 
 
@@ -45,7 +45,7 @@ def generating(of: Profile) -> float:
 
 
 @pytest.mark.slow
-def test_a_long_tail_pays(long_tail: Plan) -> None:
+def test_a_long_tail_pays(long_tail: SearchResult) -> None:
     assert long_tail.verdict == "async"
     best = long_tail.found[0]
     assert best.interval[0] > 1.5
@@ -55,7 +55,7 @@ def test_a_long_tail_pays(long_tail: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_stays_the_one_that_was_recorded(long_tail: Plan) -> None:
+def test_a_plan_stays_the_one_that_was_recorded(long_tail: SearchResult) -> None:
     """A faster search must find the same. Over 24 windows and three seeds, a lag of 3 takes 2.1 % longer."""
     setting, best = long_tail.found[0].candidate.setting, long_tail.found[0]
     knobs = setting.knobs
@@ -79,7 +79,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """The settings that a search simulates, with a quarter less steps than usual as if steps were long."""
     settings: list[Setting] = []
 
-    def recorded(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> Outcome:
+    def recorded(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> SimulatedRun:
         settings.append(one)
         assert over is not None
         first, last = over
@@ -99,7 +99,7 @@ def as_if_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_long_simulations_are_fewer_and_shorter_and_find_as_good_a_plan(
-    long_tail: Plan, simulated: list[Setting]
+    long_tail: SearchResult, simulated: list[Setting]
 ) -> None:
     quick = plan(LONG_TAIL, 16, max_lag=4)
     assert quick.simulated <= search.MIN_SIMULATED < long_tail.simulated
@@ -122,14 +122,14 @@ def test_long_simulations_are_fewer_and_shorter_and_find_as_good_a_plan(
 def test_slow_candidates_are_given_up_without_an_effect_on_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[Setting] = []
 
-    def noted(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> Outcome:
+    def noted(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> SimulatedRun:
         try:
             return simulate(one, over, slowest_s)
         except TooSlow:
             given_up.append(one)
             raise
 
-    def patient(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> Outcome:
+    def patient(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> SimulatedRun:
         return simulate(one, over)
 
     as_if_long(monkeypatch)
@@ -162,7 +162,7 @@ def test_more_lag_is_advised_only_if_none_was_allowed() -> None:
     assert "of a synchronous step" in judge(best, 4)[1]
 
 
-def test_no_candidate_beats_the_plan(long_tail: Plan) -> None:
+def test_no_candidate_beats_the_plan(long_tail: SearchResult) -> None:
     """Simulate a sample of all candidates."""
     best = long_tail.found[0]
     reached = best.candidate.per_group(best.step_s)
@@ -216,7 +216,7 @@ def test_a_plan_without_a_layout_has_the_reason(batch: Batch, replica: int, why:
     assert "\n" not in str(error.value)
 
 
-def test_overrides_express_the_whole_plan(long_tail: Plan) -> None:
+def test_overrides_express_the_whole_plan(long_tail: SearchResult) -> None:
     found = long_tail.found[0]
     lines = overrides(replace(found))
     assert "+async_pipeline=True" in lines

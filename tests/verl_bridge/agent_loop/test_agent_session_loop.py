@@ -28,21 +28,17 @@ from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
 from recipe.async_pipeline.gateway.client import Client, claimed
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import (
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import (
     END,
     NOTED,
     TOOK_MS,
     WHY,
-    Episodes,
     current_attempt,
-)
-from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
-    ROW_SPANS,
-    ROW_TURNS,
     kept_turns,
-    merged,
     take_turn,
 )
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ROW_SPANS, ROW_TURNS, merged
 from tests.conftest import Load
 from tests.fakes.environments import COUNTING, Counting
 
@@ -227,7 +223,7 @@ def white_box(table: Table) -> tuple[Any, Any]:
 
     async def episode() -> tuple[Any, Any]:
         pool = EnvironmentPool(COUNTING, PoolLimits(isolation="inline", timeout_s=5))
-        setup = environment_loop.Setup(pool, 16, None, 300, 0)
+        setup = environment_loop.EnvironmentSetup(pool, 16, None, 300, 0)
         environment_loop._setups[asyncio.get_running_loop()] = setup
         loop = table.loop_of(environment_loop.EnvironmentLoop, Engine())
         with kept_turns() as turns:

@@ -8,13 +8,14 @@ import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.items import Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RolloutError
-from recipe.async_pipeline.verl_bridge.agent_loop.answers import Sample, counted, trajectory_of
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Attempt, Episodes
+from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, counted, trajectory_of
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import Attempt, EpisodeLimits
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import TURNS
 
 TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
-ATTEMPT = Attempt(2, Episodes(EpisodeRules.of(2, EndPolicies())))
+ATTEMPT = Attempt(2, EpisodeLimits(EpisodeRules.of(2, EndPolicies())))
 ATTEMPT.end = "turns"
 
 
@@ -26,7 +27,7 @@ def test_a_stored_response_becomes_a_trajectory() -> None:
         first_version=1,
         last_version=2,
         num_tokens=3,
-        spans=((1, 0), (2, 2)),
+        spans=spans_of(((1, 0), (2, 2))),
         turns=3,
         reward=0.5,
         model_s=1.5,
@@ -52,7 +53,8 @@ def test_a_response_of_an_unknown_version_is_refused(missing: str) -> None:
 def test_the_counts_of_a_group_are_the_sum_over_its_episodes() -> None:
     one = trajectory_of("a_0_0", {}, TAG, ATTEMPT)
     group = [
-        Sample(one, {}, "train", {}, (), counts) for counts in ({}, {"left_behind": 1}, {"retokenized": 0})
+        ResponseSample(one, {}, "train", {}, (), counts)
+        for counts in ({}, {"left_behind": 1}, {"retokenized": 0})
     ]
     assert counted(group, []) == {"left_behind": 1, "retokenized": 0}
     assert counted(group[:1], [0, 2, 1]) == {"replayed_requests": 3}

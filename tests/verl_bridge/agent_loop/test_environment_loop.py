@@ -16,7 +16,7 @@ from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
 from recipe.async_pipeline.agents.environment import EnvironmentSpec
 from recipe.async_pipeline.errors import ConfigError, EnvironmentFailed
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import END, WHY
 from tests.conftest import Load
 from tests.fakes.environments import COUNTING
 
@@ -85,7 +85,7 @@ class Table:
         async def episode() -> Any:
             limits = PoolLimits(isolation="inline", timeout_s=5)
             pool = EnvironmentPool(self.spec, limits)
-            setup = self.module.Setup(
+            setup = self.module.EnvironmentSetup(
                 pool, self.max_turns, self.max_turn_tokens, self.response_length, 3, self.turn_rewards
             )
             self.module._setups[asyncio.get_running_loop()] = setup

@@ -18,7 +18,15 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import EnvironmentFailed, WaitTimeout
 from recipe.async_pipeline.observe.agent_output import FailedAttempt
 from recipe.async_pipeline.verl_bridge.agent_loop import episode_attempts
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY, Episodes, current_attempt
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import (
+    END,
+    WHY,
+    change_episode,
+    current_attempt,
+    current_episode,
+    episode_with,
+)
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
 
 Step = Callable[[], Awaitable[None]]
 
@@ -356,3 +364,21 @@ def test_a_timeout_inside_of_a_turn_is_no_late_turn() -> None:
 
     with pytest.raises(WaitTimeout, match="the balancer"):
         played(step, turn_timeout_s=5)
+
+
+def test_a_task_inherits_the_episode_and_changes_only_its_own() -> None:
+    async def child() -> tuple[Any, Any]:
+        inherited = current_episode().admitted
+        change_episode(admitted=9)
+        return inherited, current_episode().admitted
+
+    async def parent() -> None:
+        change_episode(admitted=4)
+        assert await asyncio.create_task(child()) == (4, 9)
+        assert current_episode().admitted == 4
+        with episode_with(validates=True, admitted=5):
+            assert (current_episode().validates, current_episode().admitted) == (True, 5)
+        assert (current_episode().validates, current_episode().admitted) == (False, 4)
+
+    asyncio.run(parent())
+    assert current_episode().admitted is None

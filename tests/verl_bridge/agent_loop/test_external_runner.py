@@ -89,7 +89,7 @@ def test_an_episode_that_is_given_up_ends_the_lease(module: ModuleType) -> None:
 
 def test_the_address_is_readable_for_its_owner_only(module: ModuleType, tmp_path: Path) -> None:
     folder = tmp_path / "runners"
-    address = module.Address(str(folder))
+    address = module.AddressFile(str(folder))
     for url in ("http://a", "http://b"):
         asyncio.run(address.write(url, "secret"))
         (file,) = folder.iterdir()
@@ -106,7 +106,7 @@ def test_an_address_that_a_killed_run_left_is_removed(module: ModuleType, tmp_pa
     other = f"gateway-{here}-1-99999999"
     for name in (f"gateway-{here}-{ended.pid}", f"gateway-{here}-1", "gateway-elsewhere-99999999", other):
         (tmp_path / f"{name}.json").touch()
-    asyncio.run(module.Address(str(tmp_path)).write("http://a", "secret"))
+    asyncio.run(module.AddressFile(str(tmp_path)).write("http://a", "secret"))
     assert {file.name for file in tmp_path.iterdir()} == {
         f"gateway-{here}-{os.getpid()}.json",
         f"gateway-{here}-1.json",

@@ -56,11 +56,6 @@ def test_a_config_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(second.arguments["a"], DictConfig)
 
 
-def test_it_is_put_in_place_once() -> None:
-    once = hydra_with_factories(hydra)
-    assert hydra_with_factories(once) is once
-
-
 class Loop:
     def __init__(self, server_manager: Any, **arguments: Any) -> None:
         self.server_manager, self.arguments = server_manager, arguments

@@ -138,17 +138,3 @@ def test_a_builder_is_created_for_each_set_of_arguments() -> None:
     assert once(tokenizer, chat_template_kwargs=chat) is once(tokenizer, chat_template_kwargs=chat)
     assert once(object(), chat_template_kwargs={}) is not first
     assert len(made) == 3
-
-
-def test_it_is_put_in_place_once() -> None:
-    class Base:
-        async def ct_build_initial_tokens(self) -> None: ...
-
-        async def ct_merge_assistant_token(self) -> None: ...
-
-    module = SimpleNamespace(AgentLoopBase=Base, create_continuous_token_builder=lambda tokenizer: object())
-    prompt_tokens.install(module)
-    create, build = module.create_continuous_token_builder, Base.ct_build_initial_tokens
-    prompt_tokens.install(module)
-    assert module.create_continuous_token_builder is create
-    assert Base.ct_build_initial_tokens is build

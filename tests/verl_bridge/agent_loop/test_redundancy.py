@@ -14,10 +14,11 @@ import pytest
 from recipe.async_pipeline.agents.episodes import REDUNDANT
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.observe.selection_bias import SelectionMeter
 from recipe.async_pipeline.verl_bridge.agent_loop import redundancy
 from recipe.async_pipeline.verl_bridge.agent_loop.redundancy import Begun, Redundant, first_sound
-from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import Turn
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ResponseTurn
 
 
 def settled(
@@ -104,7 +105,7 @@ def test_a_session_that_ignores_its_cancellation_is_left_behind() -> None:
 
 
 def test_what_is_known_of_an_episode_that_was_not_needed() -> None:
-    turns = [Turn(10, [[1, 0]], tokens=2), Turn(18, [[1, 0]], tokens=3)]
+    turns = [ResponseTurn(10, spans_of([[1, 0]]), tokens=2), ResponseTurn(18, spans_of([[1, 0]]), tokens=3)]
     assert Redundant.cancelled(turns, 4.0) == (11, 3, 4.0, None)
     assert Redundant.cancelled([], 4.0) == (None, 1, 4.0, None)
     parts = [
@@ -127,7 +128,7 @@ def test_the_bias_towards_short_episodes_is_measured() -> None:
             meter.record("finished", tokens=tokens, turns=2, seconds=tokens / 10, reward=0.0)
             meter.record("trained", tokens=tokens, turns=2, seconds=tokens / 10, reward=0.0)
         for _ in lengths[8:]:
-            so_far = Turn(10, [[1, 0]], tokens=lengths[7])
+            so_far = ResponseTurn(10, spans_of([[1, 0]]), tokens=lengths[7])
             meter.record("redundant", **Redundant.cancelled([so_far], lengths[7] / 10)._asdict())
 
     metrics = meter.metrics()

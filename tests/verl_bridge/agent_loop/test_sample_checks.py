@@ -12,12 +12,16 @@ import torch
 from ray.exceptions import RayTaskError
 
 from recipe.async_pipeline.core.bad_data import Flaw, Policies
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RewardError
-from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import Turn
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ResponseTurn
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-TURNS = [Turn(4, [(3, 0), (4, 2)], "replica 0"), Turn(9, [(4, 0)], "replica 1")]
+TURNS = [
+    ResponseTurn(4, spans_of([(3, 0), (4, 2)]), "replica 0"),
+    ResponseTurn(9, spans_of([(4, 0)]), "replica 1"),
+]
 
 
 @pytest.fixture
@@ -83,8 +87,8 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_where_training_asks_for_it(
     checks_module: ModuleType, load: Load, policy: str, left: list[int] | None
 ) -> None:
     base = load("verl.experimental.agent_loop.agent_loop").AgentLoopBase
-    stock = type("Base", (), {"_cap_text_prompt_length": base._cap_text_prompt_length})
-    checks(checks_module, long_prompt=policy).refuse_long_prompts(stock)
+    refusing = checks(checks_module, long_prompt=policy).refusing_long_prompts(base._cap_text_prompt_length)
+    stock = type("Base", (), {"_cap_text_prompt_length": refusing})
     loop: Any = stock()
     loop.rollout_config = SimpleNamespace(prompt_length=8)
     assert loop._cap_text_prompt_length(list(range(10))) == list(range(2, 10)), "validation goes verl's way"

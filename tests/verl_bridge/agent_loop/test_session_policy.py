@@ -126,7 +126,7 @@ def test_an_answer_is_whole_with_its_end_token(module: ModuleType) -> None:
     for tokens, whole in (([1, EOS], True), ([1, 7], True), ([1, 2], False), ([], False)):
         policy = policy_of(module, tokens, stop_token_ids=[7])
         answer = asyncio.run(policy.generate("r", [5], 9, ["STOP"]))
-        assert answer == (tokens, None, [(3, 0)], whole)
+        assert answer == (tokens, None, ((3, 0),), whole)
     assert policy._client.asked == {
         "request_id": "r",
         "prompt_ids": [5],

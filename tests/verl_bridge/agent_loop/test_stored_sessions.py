@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from recipe.async_pipeline.verl_bridge import replaced
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.real_engine
 @pytest.fixture(scope="module")
 def sessions(load: Load) -> ModuleType:
     module = load("recipe.async_pipeline.verl_bridge.agent_loop.stored_sessions")
-    module.install()
+    replaced.apply("agent loops")
     return module
 
 

@@ -15,8 +15,9 @@ import pytest
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.bad_data import Flaw
 from recipe.async_pipeline.errors import RolloutError, WaitTimeout
-from recipe.async_pipeline.verl_bridge.agent_loop import tool_calls
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes, current_attempt
+from recipe.async_pipeline.verl_bridge import replaced
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import current_attempt
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -30,8 +31,7 @@ def verls(load: Load, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for owner, name in ((module.ToolAgentLoop, "_call_tool"), (module.FunctionTool, "call")):
         stock = getattr(owner, name)
         monkeypatch.setattr(owner, name, getattr(stock, "__wrapped__", stock))
-    tool_calls.install(module.ToolAgentLoop, module.FunctionTool, 0.5)
-    tool_calls.install(module.ToolAgentLoop, module.FunctionTool, None)  # the second one does nothing
+    replaced.apply("tools", timeout_s=0.5)
     yield module
 
 

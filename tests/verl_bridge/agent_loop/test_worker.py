@@ -30,14 +30,9 @@ def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
     class Worker(agent_loop.PushAgentLoopWorker):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             self._groups: dict[str, Any] = {}
-            self._finished: dict[str, Any] = {}
-            self._answering: dict[str, Any] = {}
-            self._transcripts: dict[str, Any] = {}
-            self._given_up: set[str] = set()
             self.background_tasks: set[Any] = set()
             self._sampling: dict[str, Any] = {}
             self.rollout_config = SimpleNamespace(agent=SimpleNamespace(default_agent_loop="one_turn"))
-            self._storing: set[str] = set()
             self._redundancy = 0
             self._episodes = agent_loop.Episodes(EpisodeRules.of(2, EndPolicies()))
             self.begun = 0
@@ -75,7 +70,7 @@ def test_a_group_that_is_given_up_ends_with_nothing(agent_loop: ModuleType, begu
         before.set()
         assert await asyncio.wait_for(group, 5) == agent_loop.Answered([], [], [])
         assert worker.begun == begun, "no engine got a request for it afterwards"
-        assert not (worker._groups or worker._answering or worker._given_up)
+        assert not worker._groups
 
     asyncio.run(story())
 
@@ -84,7 +79,7 @@ def test_one_that_is_over_is_left_alone(agent_loop: ModuleType) -> None:
     async def story() -> None:
         worker = worker_of(agent_loop, asyncio.Event())
         await worker.give_up("a")
-        assert not worker._given_up
+        assert not worker._groups
 
     asyncio.run(story())
 
@@ -115,7 +110,7 @@ def test_a_group_that_is_given_up_tells_whether_it_was_stored(agent_loop: Module
             scored.set()
         for _ in range(9):
             await asyncio.sleep(0)
-        assert worker._storing == ({"a"} if stored else set())
+        assert worker._groups["a"].is_stored == stored
 
         giving_up = asyncio.create_task(worker.give_up("a"))
         await asyncio.sleep(0)
@@ -124,7 +119,7 @@ def test_a_group_that_is_given_up_tells_whether_it_was_stored(agent_loop: Module
         answered = await asyncio.wait_for(group, 5)
         await asyncio.wait_for(giving_up, 5)
         assert [one.key for one in answered.trajectories] == puts == (["a_0_0"] if stored else [])
-        assert not worker._storing
+        assert not worker._groups
 
     asyncio.run(story())
 
@@ -144,7 +139,7 @@ def test_each_response_is_generated_through_a_client_with_its_transcript(agent_l
 
         type(worker)._run_agent_loop = run
         begun = [["one"], ["two"]]
-        transcripts = worker._begin_transcripts("a", 2, begun)
+        transcripts = [agent_loop.Transcript(before) for before in begun]
         for i in range(2):
             await worker._session([], transcripts[i], agent_loop.Begun(), session_id=i)
         assert [one["transcript"]._before for one in seen] == begun
@@ -153,6 +148,12 @@ def test_each_response_is_generated_through_a_client_with_its_transcript(agent_l
         assert agent_loop.RecordingClient(worker.llm_client, transcripts[0]).tokenizer == "t"
 
     asyncio.run(story())
+
+
+def begin(worker: Any, agent_loop: ModuleType) -> Any:
+    """Return a group of which nothing is finished."""
+    worker._groups["a"] = agent_loop.GroupInProgress()
+    return worker._groups["a"]
 
 
 async def finish(worker: Any, session_id: int) -> None:
@@ -180,7 +181,6 @@ def test_an_episode_that_fails_is_repeated_without_its_group(agent_loop: ModuleT
         worker.llm_client, worker._saves = SimpleNamespace(), True
         worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
         worker._checks = SimpleNamespace(usable=lambda found: not found)
-        worker._finished["a"] = []
 
         async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
             begun.append(session_id)
@@ -195,15 +195,15 @@ def test_an_episode_that_fails_is_repeated_without_its_group(agent_loop: ModuleT
 
         stored, answer = stored_by(worker, run)
         failures = 1
-        answered = await answer({"uid": "a"}, {}, {}, False)
+        answered = await answer(begin(worker, agent_loop), {"uid": "a"}, {}, {}, False)
         found = {one.key: one.attempts for one in answered.trajectories}
         assert found == {"a_0_0": 1, "a_1_0": 2}
         assert (begun, answered.flaws, sorted(stored)) == ([0, 1, 1], [], ["a_0_0", "a_1_0"])
 
         begun.clear()
         stored.clear()
-        worker._finished["a"], failures = [], 2
-        answered = await answer({"uid": "a"}, {}, {}, False)
+        failures = 2
+        answered = await answer(begin(worker, agent_loop), {"uid": "a"}, {}, {}, False)
         assert [flaw.kind for flaw in answered.flaws] == ["failed_episode"]
         assert "episode a_1, attempt 2: agent_failed: ValueError: a tool" in answered.flaws[0].why
         assert (begun, stored) == ([0, 1, 1], []), "and nothing of the group is stored"
@@ -219,7 +219,6 @@ def test_the_episodes_that_finish_first_make_the_group(agent_loop: ModuleType) -
         worker.llm_client, worker._saves, worker._redundancy = SimpleNamespace(), False, 2
         worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
         worker._checks = SimpleNamespace(usable=lambda found: not found)
-        worker._finished["a"] = []
 
         async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
             if session_id == 0:
@@ -234,14 +233,14 @@ def test_the_episodes_that_finish_first_make_the_group(agent_loop: ModuleType) -
 
         stored, answer = stored_by(worker, run)
         slow = 2
-        answered = await answer({"uid": "a"}, {}, {}, False)
+        answered = await answer(begin(worker, agent_loop), {"uid": "a"}, {}, {}, False)
         assert [one.key for one in answered.trajectories] == stored == ["a_1_0", "a_3_0"]
         assert (answered.flaws, ended) == ([], [2])
         assert [(one.tokens, one.turns) for one in answered.redundant] == [(None, 1)] * 2
 
-        slow, worker._finished["a"] = -1, []
+        slow = -1
         stored.clear()
-        answered = await answer({"uid": "a"}, {}, {}, False)
+        answered = await answer(begin(worker, agent_loop), {"uid": "a"}, {}, {}, False)
         assert stored == ["a_1_0", "a_2_0"], "one that finishes in the same moment is not stored"
         assert [one.tokens for one in answered.redundant] == [None, 3]
 
@@ -275,7 +274,6 @@ def test_a_group_is_answered_from_its_row(agent_loop: ModuleType) -> None:
         worker.llm_client, worker._saves = SimpleNamespace(), False
         worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
         worker._checks = SimpleNamespace(usable=lambda found: True)
-        worker._finished["a"] = []
 
         async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
             transcript = own.llm_client._transcript
@@ -289,7 +287,7 @@ def test_a_group_is_answered_from_its_row(agent_loop: ModuleType) -> None:
 
         type(worker)._run_agent_loop, worker._store_group = run, store
         prompt = {"uid": "a", agent_loop.COLUMN: [["x"], ["y"]]}
-        answered = await super(type(worker), worker)._answer(prompt, {}, {}, False)
+        answered = await super(type(worker), worker)._answer(begin(worker, agent_loop), prompt, {}, {}, False)
         assert [one.key for one in answered.trajectories] == ["a_0_0", "a_1_0"]
         assert [one.columns for one in answered.details] == [sorted(stored[0].fields)] * 2
         assert [one.reward_info for one in answered.details] == [{"acc": 1}] * 2
@@ -332,7 +330,7 @@ def test_a_prompt_is_begun_as_verl_begins_it(agent_loop: ModuleType, agent: str 
         ) -> None:
             begun.append((prompt, params, trajectory, trace))
             if prompt["uid"] in own._groups:
-                own._groups[prompt["uid"]].set_result(None)
+                own._groups[prompt["uid"]].answered.set_result(None)
 
         type(worker)._run_prompt = run_prompt
         await worker.run_group(dict(row))
@@ -371,15 +369,13 @@ def test_the_counts_of_an_episode_are_kept_once(
     agent_loop: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = SimpleNamespace(counts={"params_overridden": 2}, took_ms=[1.5], end="done", number=1)
-    monkeypatch.setattr(agent_loop, "current_attempt", lambda: attempt)
 
     async def story() -> list[Any]:
         worker = worker_of(agent_loop, asyncio.Event())
-        worker._finished["a"] = []
-        agent_loop._COST.set({})
-        agent_loop._WAITS.set((0.25, 0.5))
+        begin(worker, agent_loop)
+        agent_loop.change_episode(cost={}, waits=(0.25, 0.5), attempt=attempt)
         rows = [{"uid": "a", "session_id": 0, "extra_fields": {}} for _ in range(2)]
         await worker._store_trajectories(["a_0_0", "a_0_1"], rows, [TAG, TAG], "train")
-        return [(one.counts, one.took_ms, one.trajectory.env_s) for one in worker._finished["a"]]
+        return [(one.counts, one.took_ms, one.trajectory.env_s) for one in worker._groups["a"].finished]
 
     assert asyncio.run(story()) == [({}, (), 0.5), ({"params_overridden": 2}, [1.5], 0.5)]

@@ -20,7 +20,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import ConfigError, RewardError
 from recipe.async_pipeline.verl_bridge.reward.executor import (
     BATCH_WAIT_S,
-    Function,
+    FunctionLocation,
     Limits,
     RewardGuard,
     checked,
@@ -41,7 +41,7 @@ def guard() -> Iterator[Make]:
     ) -> RewardGuard:
         made.append(
             RewardGuard(
-                Function(path, name, kwargs or {}),
+                FunctionLocation(path, name, kwargs or {}),
                 Limits(**{"timeout_s": 30.0, "attempts": 1, "concurrency": 1, **limits}),
             )
         )
@@ -136,7 +136,7 @@ def test_a_cancelled_caller_gets_its_cancellation(guard: Make) -> None:
 
 @pytest.mark.parametrize("word", ERRORS)
 def test_only_errors_reach_the_caller_of_a_thread(word: str) -> None:
-    raises = only_errors(Function(FILE, "strange", {}).load())
+    raises = only_errors(FunctionLocation(FILE, "strange", {}).load())
 
     async def call() -> Any:
         return await asyncio.to_thread(raises, **response(word))
@@ -203,7 +203,7 @@ def test_secrets_are_removed_from_errors(guard: Make, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         redaction, "_hider_of_this_process", lambda: redaction.hider_of(os.environ, for_programs=True)
     )
-    monkeypatch.setattr(Function, "load", lambda self: leaks)
+    monkeypatch.setattr(FunctionLocation, "load", lambda self: leaks)
     (error,) = score(guard("any"), "46")
     assert str(error) == "raised: any: ValueError: HF replied ***"
 
@@ -218,7 +218,7 @@ def test_concurrent_calls_are_bounded(guard: Make, monkeypatch: pytest.MonkeyPat
         now -= 1
         return 1.0
 
-    monkeypatch.setattr(Function, "load", lambda self: counted)
+    monkeypatch.setattr(FunctionLocation, "load", lambda self: counted)
     assert score(guard("any", concurrency=3), *"abcdefgh") == [1.0] * 8
     assert most == 3
 
@@ -254,7 +254,7 @@ def test_the_timer_of_a_sent_batch_does_not_cut_the_next(
     async def counted(solution_strs: list[str], **_: Any) -> list[float]:
         return [float(len(solution_strs))] * len(solution_strs)
 
-    monkeypatch.setattr(Function, "load", lambda self: counted)
+    monkeypatch.setattr(FunctionLocation, "load", lambda self: counted)
     many = guard("any", batch=4)
 
     async def score_in_two_waves() -> list[Any]:
@@ -299,12 +299,12 @@ def test_a_process_of_the_pool_ends_with_its_parent(tmp_path: Path) -> None:
 )
 def test_a_missing_function_is_an_error(path: str, name: str) -> None:
     with pytest.raises(ConfigError, match="correct path and name"):
-        RewardGuard(Function(path, name, {}), Limits(timeout_s=1.0))
+        RewardGuard(FunctionLocation(path, name, {}), Limits(timeout_s=1.0))
 
 
 def test_a_function_of_a_package_is_loaded() -> None:
     assert (
-        Function("pkg://recipe.async_pipeline.lab.tasks.reward", "compute_score", {}).load()(
+        FunctionLocation("pkg://recipe.async_pipeline.lab.tasks.reward", "compute_score", {}).load()(
             "toy", "46", "46"
         )
         == 1.0

@@ -36,7 +36,7 @@ class Tokenizer:
 @pytest.fixture
 def modules(load: Load) -> tuple[ModuleType, ModuleType]:
     folder = "recipe.async_pipeline.verl_bridge.reward"
-    return load(f"{folder}.worker"), load(f"{folder}.naive_scoring")
+    return load(f"{folder}.responses"), load(f"{folder}.naive_scoring")
 
 
 def scored(scoring: ModuleType, response: Any, result: Any, *, is_async: bool, router: str | None) -> Any:
@@ -74,8 +74,8 @@ def scored(scoring: ModuleType, response: Any, result: Any, *, is_async: bool, r
 def test_the_score_is_the_managers(
     modules: tuple[ModuleType, ModuleType], row: Any, is_async: bool, result: Any, ids: Any, router: Any
 ) -> None:
-    worker, scoring = modules
-    response = worker.Response([[1, 2]], [ids], [2], [{"turn_scores": [], "session": 1}], row)
+    responses, scoring = modules
+    response = responses.Response([[1, 2]], [ids], [2], [{"turn_scores": [], "session": 1}], row)
     stock, ours = scored(scoring, response, result, is_async=is_async, router=router)
     assert ours == stock
 
@@ -83,15 +83,15 @@ def test_the_score_is_the_managers(
 def test_long_responses_of_an_async_function_are_decoded_in_a_thread(
     modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, scoring = modules
+    responses, scoring = modules
     monkeypatch.setattr(scoring, "SHORT", 2)
-    response = worker.Response([[1, 2]], [[3, 4, 5]], [2], [{}], ROW)
+    response = responses.Response([[1, 2]], [[3, 4, 5]], [2], [{}], ROW)
     stock, ours = scored(scoring, response, 0.5, is_async=True, router=None)
     assert ours == stock
 
 
 def test_other_managers_get_their_data(modules: tuple[ModuleType, ModuleType]) -> None:
-    worker, scoring = modules
+    responses, scoring = modules
 
     class Custom(scoring.NaiveRewardManager):  # type: ignore[name-defined, misc]
         """A user's manager."""

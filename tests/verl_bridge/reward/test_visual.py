@@ -25,12 +25,12 @@ ROW = {
 @pytest.fixture
 def modules(load: Load) -> tuple[ModuleType, ModuleType]:
     folder = "recipe.async_pipeline.verl_bridge.reward"
-    return load(f"{folder}.worker"), load(f"{folder}.visual")
+    return load(f"{folder}.responses"), load(f"{folder}.visual")
 
 
-def response_of(worker: ModuleType, **fields: Any) -> Any:
+def response_of(responses: ModuleType, **fields: Any) -> Any:
     extra = {"replica": "replica 0", **fields}
-    return worker.Response([[1, 2]], [[0, 1, 2]], [2], [extra], dict(ROW))
+    return responses.Response([[1, 2]], [[0, 1, 2]], [2], [extra], dict(ROW))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -38,7 +38,7 @@ def response_of(worker: ModuleType, **fields: Any) -> Any:
 def test_both_ways_give_the_function_the_same(
     modules: tuple[ModuleType, ModuleType], is_async: bool, result: Any
 ) -> None:
-    worker, visual = modules
+    responses, visual = modules
     seen: list[dict[str, Any]] = []
 
     def function(**arguments: Any) -> Any:
@@ -50,7 +50,7 @@ def test_both_ways_give_the_function_the_same(
 
     async def both() -> list[Any]:
         manager = visual.VisualRewardManager(SimpleNamespace(), None, awaited if is_async else function)
-        response = response_of(worker, picture=PICTURE)
+        response = response_of(responses, picture=PICTURE)
         return [await manager.score(response), await manager.run_single(response.data())]
 
     direct, through_verl = asyncio.run(both())
@@ -64,11 +64,11 @@ def test_both_ways_give_the_function_the_same(
 
 
 def test_a_response_without_a_picture_is_an_error(modules: tuple[ModuleType, ModuleType]) -> None:
-    worker, visual = modules
+    responses, visual = modules
 
     async def scored() -> None:
         manager = visual.VisualRewardManager(SimpleNamespace(), None, lambda **_: 1.0)
-        await manager.score(response_of(worker))
+        await manager.score(response_of(responses))
 
     with pytest.raises(RewardError, match="a response without a picture"):
         asyncio.run(scored())

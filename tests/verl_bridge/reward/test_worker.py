@@ -108,7 +108,7 @@ def test_a_response_becomes_the_data_that_verl_makes(load: Load, module: ModuleT
         "reward_model": {"ground_truth": "2"},
         "extra_info": {},
         "index": 3,
-        "dummy_tensor": module.torch.tensor([0], dtype=module.torch.uint8),
+        "dummy_tensor": load("torch").tensor([0], dtype=load("torch").uint8),
         "session_id": 1,
     }
     seen: list[Any] = []
@@ -125,7 +125,11 @@ def test_a_response_becomes_the_data_that_verl_makes(load: Load, module: ModuleT
     for name in ("_compute_multi_modal_inputs", "_compute_position_ids", "_get_mm_processor_kwargs"):
         setattr(worker, name, getattr(verl.AgentLoopWorker, name).__get__(worker))
     made = outputs(rows, verl)
-    sent = pickle.loads(pickle.dumps(module.Response.of(made, kwargs), protocol=5)).data()
+    sent = pickle.loads(
+        pickle.dumps(
+            load("recipe.async_pipeline.verl_bridge.reward.responses").Response.of(made, kwargs), protocol=5
+        )
+    ).data()
     asyncio.run(verl.AgentLoopWorker._compute_score(worker, made, kwargs))
 
     (stock,) = seen

@@ -14,10 +14,11 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import VersionNotServed
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import episode_with, kept_turns
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
-from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import kept_turns
-from recipe.async_pipeline.verl_bridge.rollout.router import ADMITTED, Router
+from recipe.async_pipeline.verl_bridge.rollout.router import Router
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -457,7 +458,7 @@ def test_waiting_requests_wait_for_the_return_of_a_replica_that_dies(module: Mod
 def recorded_request(module: ModuleType, tokens: list[int], stop: str | None) -> Any:
     return importlib.import_module(
         "recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts"
-    ).RecordedRequest([1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0")
+    ).RecordedRequest([1], tokens, [-0.5] * len(tokens), spans_of([[3, 0]]), stop, "replica 0")
 
 
 async def resumed(
@@ -617,11 +618,8 @@ def test_a_replica_that_refuses_because_it_is_behind_is_avoided_and_is_not_dead(
         return made
 
     balancer._handle = with_log  # type: ignore[method-assign]
-    token = ADMITTED.set(4)
-    try:
+    with episode_with(admitted=4):
         assert generate(module, balancer).token_ids == [1]
-    finally:
-        ADMITTED.reset(token)
     assert balancer.requested == ["behind", "current"]
     assert {one["admitted"] for one in asked} == {4}
     assert ("behind" in balancer.servers) == balancer.by_default, "the client does not remove it for others"

@@ -15,12 +15,12 @@ from ray.exceptions import RayTaskError
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import LoadReport, Publication
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
-from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket
 from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-TICKET = Ticket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25, host="a")
+TICKET = WeightTicket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25, host="a")
 
 
 @pytest.fixture(scope="module")

@@ -35,12 +35,3 @@ def test_an_impossible_partition_is_refused_as_by_verl(balancing: ModuleType) ->
         balancing.balanced_partitions([1], k_partitions=2, equal_size=True)
     with pytest.raises(AssertionError, match="number of items"):
         balancing.balanced_partitions([], k_partitions=1, equal_size=True)
-
-
-def test_verls_trainer_uses_it(balancing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "get_seqlen_balanced_partitions"
-    monkeypatch.setattr(
-        balancing.trainer_base, name, balancing.seqlen_balancing.get_seqlen_balanced_partitions
-    )
-    balancing.install()
-    assert balancing.trainer_base.get_seqlen_balanced_partitions is balancing.balanced_partitions

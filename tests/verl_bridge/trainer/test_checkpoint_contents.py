@@ -14,6 +14,7 @@ import pytest
 from recipe.async_pipeline.checkpoint.store import verify
 from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import Group
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import CheckpointError
 from tests.conftest import Load
 from tests.fakes.lives import Life
@@ -122,7 +123,7 @@ def snapshot(
         kl_coef=0.25,
         meters={"x": [1.5]},
     )
-    request = contents.RecordedRequest([1], [2], [-0.5], [[0, 0]], None, "replica 0")
+    request = contents.RecordedRequest([1], [2], [-0.5], spans_of([[0, 0]]), None, "replica 0")
     return contents.Snapshot(state, groups, {"yielded": 3}, {"yielded": 4}, {"p9.0": [[request], []]})
 
 

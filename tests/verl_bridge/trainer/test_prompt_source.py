@@ -12,6 +12,7 @@ import pytest
 
 from recipe.async_pipeline.core.fates import Settlement
 from recipe.async_pipeline.core.items import Prompt
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import CheckpointError
 from tests.conftest import Load
 
@@ -89,7 +90,7 @@ def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int,
 
     after = make()
     after.restore(written_and_read(state), loader, {})
-    found = after.found(in_flight)
+    found = after.find(in_flight)
     assert [p.uid for p in found] == in_flight
     assert texts(found) == texts(left[1:])
     assert [p.step for p in found] == [p.step for p in left[1:]]
@@ -138,10 +139,10 @@ def test_partial_responses_are_in_the_payload_of_the_first_attempt_only(make: An
     before = make()
     uids = [prompt.uid for prompt in deal(before, 3)]
     state, loader = before.state(uids, [])
-    begun = [[rollouts.RecordedRequest([1], [2, 3], [-1.0, -1.0], [[0, 0]], None)], []]
+    begun = [[rollouts.RecordedRequest([1], [2, 3], [-1.0, -1.0], spans_of([[0, 0]]), None)], []]
     after = make()
     after.restore(written_and_read(state), loader, {uids[0]: begun, uids[1]: begun, uids[2]: [[], []]})
-    prompts = after.found(uids)
+    prompts = after.find(uids)
     assert [prompt.kept_tokens for prompt in prompts] == [2, 2, 0]
     assert [after.resumed(uid) for uid in uids] == [begun, begun, []], "for the next checkpoint"
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_pipeline.core.fates import FATES, Fate, FateRegister
 from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -121,7 +122,7 @@ def test_a_batch_is_fetched_in_parts(module: Any, monkeypatch: pytest.MonkeyPatc
         uid="a",
         step=3,
         trajectories=tuple(
-            Trajectory(key=f"a_{i}", first_version=1, last_version=1, num_tokens=3, spans=((1, 0),))
+            Trajectory(key=f"a_{i}", first_version=1, last_version=1, num_tokens=3, spans=spans_of(((1, 0),)))
             for i in range(8)
         ),
     )
@@ -150,7 +151,7 @@ def test_tokens_that_are_too_old_are_left_out(
             first_version=one[0][0],
             last_version=one[-1][0],
             num_tokens=3,
-            spans=one,
+            spans=spans_of(one),
             masked_before=0 if one[0][0] > 1 else 2,
         )
         for i, one in enumerate(spans)
@@ -167,7 +168,9 @@ def test_drift_is_reported_when_it_begins(module: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(module.tq, "kv_batch_get", Store().get)
     meters = meters_of(module, log_probs=True)
     meters._drift_bound = 0.05
-    trajectory = Trajectory(key="a_0", first_version=2, last_version=2, num_tokens=3, spans=((2, 0),))
+    trajectory = Trajectory(
+        key="a_0", first_version=2, last_version=2, num_tokens=3, spans=spans_of(((2, 0),))
+    )
     payload = SimpleNamespace(keys=["a_0"], partition_id="train")
 
     def measured(step: int) -> tuple[dict[str, float], str | None]:

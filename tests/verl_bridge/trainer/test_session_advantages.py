@@ -74,10 +74,3 @@ def test_without_a_masked_row_and_for_other_estimators_it_is_verls(
     computed(module, MASKS)
     computed(module, [[0, 0, 0], *MASKS[1:]], "rloo")
     assert seen == [("grpo", options), ("rloo", options)]
-
-
-def test_verls_trainer_uses_it(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "compute_advantage_for_multi_trajectories"
-    monkeypatch.setattr(module.trainer_base, name, getattr(module.utils, name))
-    module.install()
-    assert getattr(module.trainer_base, name) is module.advantages

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.core.items import Group, Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -47,7 +48,7 @@ def answer(key: str, tokens: int, *spans: tuple[int, int], before: int = 0) -> T
         first_version=min(versions),
         last_version=max(versions),
         num_tokens=tokens,
-        spans=spans,
+        spans=spans_of(spans),
         masked_before=before,
     )
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.async_pipeline.weight_sync.arena import Part
+from recipe.async_pipeline.weight_sync.arena import HeldBlock
 from tests import REPOSITORY
 from tests.conftest import Load
 from tests.fakes.private_mounts import may_unshare
@@ -89,7 +89,7 @@ def test_ranks_on_several_hosts_write_into_separate_memory(tmp_path: Path, hosts
         asyncio.run(main(asked))
 
 
-def assembled(parts: list[list[Part]]) -> dict[str, torch.Tensor]:
+def assembled(parts: list[list[HeldBlock]]) -> dict[str, torch.Tensor]:
     """Return the whole tensors. Fails unless the parts of all ranks write each element exactly once."""
     found: dict[str, torch.Tensor] = {}
     for part in parts[0]:
@@ -116,7 +116,7 @@ def test_fused_experts_are_split_as_in_verl(load: Load, name: str, dim: int, cou
     for block in whole.chunk(count, dim):
         at = tuple(offset if d == dim else 0 for d in range(3))
         offset += block.shape[dim]
-        part = Part(full_name, tuple(whole.shape), whole.dtype, at, block)
+        part = HeldBlock(full_name, tuple(whole.shape), whole.dtype, at, block)
         parts.append(list(load(PARTS).unfused(part, "qwen3_moe")))
     parts.append(
         list(
@@ -143,7 +143,7 @@ def test_fused_experts_are_split_as_in_verl(load: Load, name: str, dim: int, cou
 def test_other_tensors_stay_as_they_are(
     load: Load, name: str, shape: tuple[int, ...], model_type: str
 ) -> None:
-    part = Part(name, shape, torch.float32, (0,) * len(shape), torch.zeros(shape))
+    part = HeldBlock(name, shape, torch.float32, (0,) * len(shape), torch.zeros(shape))
     assert list(load(PARTS).unfused(part, model_type)) == [part]
 
 

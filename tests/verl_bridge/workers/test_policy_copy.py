@@ -10,10 +10,12 @@ import pytest
 
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.workers.policy_copy import PolicyCopy
-from recipe.async_pipeline.weight_sync.manifest import Ticket
-from recipe.async_pipeline.weight_sync.shard_load import Loaded
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket
+from recipe.async_pipeline.weight_sync.shard_load import RankLoad
 
-TICKET, NEXT = (Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1) for version in (4, 5))
+TICKET, NEXT = (
+    WeightTicket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1) for version in (4, 5)
+)
 
 MEMORIES: Any = object()
 
@@ -25,9 +27,9 @@ def copy_of(load: Any) -> PolicyCopy:
 def test_every_rank_loads_the_version() -> None:
     loads = []
 
-    def load(*arguments: Any) -> list[Loaded]:
+    def load(*arguments: Any) -> list[RankLoad]:
         loads.append(arguments)
-        return [Loaded(4, 0), Loaded(4, 3)]
+        return [RankLoad(4, 0), RankLoad(4, 3)]
 
     policy = copy_of(load)
     assert policy.version is None
@@ -37,7 +39,7 @@ def test_every_rank_loads_the_version() -> None:
 
 
 def test_ranks_with_different_versions_are_an_error() -> None:
-    policy = copy_of(lambda *arguments: [Loaded(4, 1), Loaded(3, 1)])
+    policy = copy_of(lambda *arguments: [RankLoad(4, 1), RankLoad(3, 1)])
     with pytest.raises(
         WeightSyncError, match=r"logp should have loaded version 4, but its ranks hold \[3, 4\]"
     ):
@@ -46,17 +48,17 @@ def test_ranks_with_different_versions_are_an_error() -> None:
 
 
 def test_ranks_that_together_compared_nothing_are_an_error() -> None:
-    policy = copy_of(lambda *arguments: [Loaded(4, 0), Loaded(4, 0)])
+    policy = copy_of(lambda *arguments: [RankLoad(4, 0), RankLoad(4, 0)])
     with pytest.raises(ProofError, match="v4: nothing could be compared on any rank of logp"):
         policy.load(TICKET, MEMORIES, 2.0)
     assert policy.version is None
 
 
 def test_no_version_is_held_after_a_failed_load() -> None:
-    def load(*arguments: Any) -> list[Loaded]:
+    def load(*arguments: Any) -> list[RankLoad]:
         if policy.version is None and arguments[0] == NEXT:
             raise ProofError("differs")
-        return [Loaded(4, 1)]
+        return [RankLoad(4, 1)]
 
     policy = copy_of(load)
     policy.load(TICKET, MEMORIES, 2.0)

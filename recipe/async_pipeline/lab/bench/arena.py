@@ -22,7 +22,7 @@ import torch
 
 from ...console import echo
 from ...errors import ConfigError
-from ...weight_sync.arena import ArenaReader, ArenaWriter, Part
+from ...weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
 from ...weight_sync.board import await_manifest
 from ...weight_sync.copy_plan import Recorder
 from ...weight_sync.manifest import Manifest
@@ -111,7 +111,7 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
     shapes = [(tensor_bytes // 2,)] * (num_bytes // tensor_bytes)
     trained = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
     served = [torch.nn.Parameter(torch.empty_like(t), requires_grad=False) for t in trained]
-    parts = [Part(f"w{i}", tuple(t.shape), t.dtype, (0,), t) for i, t in enumerate(trained)]
+    parts = [HeldBlock(f"w{i}", tuple(t.shape), t.dtype, (0,), t) for i, t in enumerate(trained)]
     writer, reader = ArenaWriter(BUCKET_BYTES, 4, None), ArenaReader()
     taken: dict[str, list[float]] = {"gather": [], "stage": [], "commit": []}
 

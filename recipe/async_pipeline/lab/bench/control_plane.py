@@ -32,9 +32,9 @@ from .arms import hydra_overrides
 from .machine import machine
 from .outputs import add_logs_option, check_outputs, job_logs
 from .runner import JobFailed, command_of, run_watched
-from .spans import Span, read_spans
+from .spans import MeasuredSpan, read_spans
 from .usage import Usage, cpu_between, foreign_cpu
-from .waits import Lognormal
+from .waits import LognormalWait
 
 ENTRY = "recipe.async_pipeline.lab.bench.jobs.control_plane_job"
 REWARD = "pkg://recipe.async_pipeline.lab.bench.spread_reward"
@@ -70,7 +70,7 @@ ROWS_PER_PROMPT = 4
 """Rows of the data set for each prompt of a step."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class JobSize(msgspec.Struct, frozen=True, kw_only=True):
     """The size of a job. Each field is an option of the command, with its bounds and its help."""
 
     groups: Annotated[int, Meta(ge=1, title="N", description="prompts of a step")] = 1024
@@ -100,7 +100,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ] = min(MOST_WORKERS, os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
-        for option in options_of(Load):
+        for option in options_of(JobSize):
             option.check(getattr(self, option.field))
         if self.filtered and self.answers < 2:
             raise ConfigError("--filtered needs --answers >= 2, got 1; use --filtered 0")
@@ -108,7 +108,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline bench control-plane`."""
-    for option in options_of(Load):
+    for option in options_of(JobSize):
         # `bench` has some of the options, too, and its default would replace the value.
         option.add_to(parser, default=argparse.SUPPRESS if option.field == "steps" else option.default)
     parser.add_argument(
@@ -132,8 +132,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job, and with `--search` smaller ones. Returns 0 if all completed, 1 if one failed."""
     # Without the option, `bench` leaves its steps at None.
-    given = {name: getattr(args, name) for name in Load.__struct_fields__}
-    load = Load(**{name: value for name, value in given.items() if value is not None})
+    given = {name: getattr(args, name) for name in JobSize.__struct_fields__}
+    load = JobSize(**{name: value for name, value in given.items() if value is not None})
     to_stdout = args.json == Path("-")
     check_outputs(None if to_stdout else args.json, None, args.logs)
     say = partial(echo, file=sys.stderr)
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _search(load: Load, root: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _search(load: JobSize, root: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Double the prompts of a step until the lag exceeds its limit, below `--groups`, which runs anyway."""
     found: list[dict[str, Any]] = []
     groups = SMALLEST
@@ -183,11 +183,11 @@ def largest_batch(found: Sequence[Mapping[str, Any]]) -> int:
     return max(fine, default=0)
 
 
-def run_job(load: Load, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def run_job(load: JobSize, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Run one job. Returns its figures. Raises JobFailed if the job fails or hangs."""
     directory.mkdir(parents=True)
     make_task(directory / "task", load.groups)
-    waits = Lognormal(median=load.answer_s, sigma=SIGMA, cap=CAP * load.answer_s)
+    waits = LognormalWait(median=load.answer_s, sigma=SIGMA, cap=CAP * load.answer_s)
     usage = run_watched(
         directory,
         command_of(ENTRY, overrides_of(load, directory)),
@@ -234,7 +234,7 @@ def make_task(directory: Path, groups: int) -> None:
     make_tokenizer().save_pretrained(model)
 
 
-def overrides_of(load: Load, directory: Path) -> list[str]:
+def overrides_of(load: JobSize, directory: Path) -> list[str]:
     """Return the overrides of a job for verl's entry point."""
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     values: dict[str, Any] = {
@@ -270,10 +270,10 @@ def overrides_of(load: Load, directory: Path) -> list[str]:
 
 
 def figures(
-    load: Load, spans: Sequence[Span], usage: Sequence[Usage], summary: Mapping[str, Any]
+    load: JobSize, spans: Sequence[MeasuredSpan], usage: Sequence[Usage], summary: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Reduce the output of a job."""
-    by_name: dict[str, list[Span]] = {}
+    by_name: dict[str, list[MeasuredSpan]] = {}
     for span in spans:
         by_name.setdefault(span.name, []).append(span)
     start, end = by_name[SERVED][0].end, by_name[TRAINED][-1].end

@@ -35,7 +35,7 @@ HIDDEN, LAYER_PARAMS, VOCABULARY = 512, 2_850_000, 8192
 BATCH, LENGTH = 4, 128
 MEASURED = ("changed", "ratio", "encode_gb_s", "apply_gb_s")
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+TokensAndLabels = tuple[torch.Tensor, torch.Tensor]
 """Token ids and labels."""
 
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(
-    model: Any, batches: Iterator[Batch], lr: float, updates: int, dtypes: Sequence[torch.dtype]
+    model: Any, batches: Iterator[TokensAndLabels], lr: float, updates: int, dtypes: Sequence[torch.dtype]
 ) -> dict[str, list[dict[str, Any]]]:
     """Train for some steps; return each update's figures by dtype. Each delta is applied and compared."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -139,7 +139,7 @@ def published(model: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     return found
 
 
-def smoke_model() -> tuple[Any, Iterator[Batch]]:
+def smoke_model() -> tuple[Any, Iterator[TokensAndLabels]]:
     """Return the model of the smoke run, and batches of its task."""
     from transformers import AutoTokenizer, Qwen2ForCausalLM
 
@@ -152,7 +152,7 @@ def smoke_model() -> tuple[Any, Iterator[Batch]]:
     model = Qwen2ForCausalLM.from_pretrained(toy.dir / "model", dtype=torch.float32)
     problems, chance = split_problems(spec.task, spec.seed).train, random.Random(0)
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[TokensAndLabels]:
         while True:
             drawn = [encode_example(tokenizer, one, one.answer) for one in chance.choices(problems, k=64)]
             ids, labels = collate(drawn, tokenizer.pad_token_id)
@@ -161,7 +161,7 @@ def smoke_model() -> tuple[Any, Iterator[Batch]]:
     return model, batches()
 
 
-def untrained_model(params: int) -> tuple[Any, Iterator[Batch]]:
+def untrained_model(params: int) -> tuple[Any, Iterator[TokensAndLabels]]:
     """Return a model of about `params` parameters, and random tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -177,7 +177,7 @@ def untrained_model(params: int) -> tuple[Any, Iterator[Batch]]:
         tie_word_embeddings=True,
     )
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[TokensAndLabels]:
         while True:
             ids = torch.randint(VOCABULARY, (BATCH, LENGTH))
             yield ids, ids

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ...console import echo
+from ...core.token_spans import spans_of
 from ...errors import ConfigError
-from ...gateway.chains import Answer
+from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said
 from ...gateway.registry import Sessions
 from ...gateway.sessions import Session, SessionLimits
@@ -97,10 +98,10 @@ class BytePolicy:
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
-    ) -> Answer:
+    ) -> Completion:
         self.prompts.append(list(token_ids))
         await asyncio.sleep(ENGINE_S)
-        return Answer([*ANSWER, END], [-0.5] * (len(ANSWER) + 1), [(len(self.prompts), 0)])
+        return Completion([*ANSWER, END], [-0.5] * (len(ANSWER) + 1), spans_of([(len(self.prompts), 0)]))
 
     async def read(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], stop: Sequence[str]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..tasks.image_reward import compute_score as picture_score
 from .spans import of_this_job
-from .waits import Lognormal
+from .waits import LognormalWait
 
 
 async def compute_score(
@@ -25,6 +25,6 @@ async def compute_score(
     """Score a picture after a delay drawn from seed, prompt and number of the sample."""
     prompt, session = int(extra_info["index"]), int(extra_info.get("session", 0))
     started = time.monotonic()
-    await asyncio.sleep(Lognormal(**wait).draw(seed, "judge", prompt, session))
+    await asyncio.sleep(LognormalWait(**wait).draw(seed, "judge", prompt, session))
     of_this_job().add("judge", started, prompt=prompt)
     return picture_score(data_source, solution_image, ground_truth)

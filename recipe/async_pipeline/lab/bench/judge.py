@@ -9,7 +9,7 @@ from typing import Any
 
 from ..tasks.reward import compute_score as toy_score
 from .spans import of_this_job
-from .waits import Lognormal
+from .waits import LognormalWait
 
 
 async def compute_score(
@@ -25,6 +25,6 @@ async def compute_score(
     """Score the last line of a response after a delay drawn from seed, prompt and index of the response."""
     prompt, session = int(extra_info["index"]), int(extra_info["session"])
     started = time.monotonic()
-    await asyncio.sleep(Lognormal(**wait).draw(seed, "judge", prompt, session))
+    await asyncio.sleep(LognormalWait(**wait).draw(seed, "judge", prompt, session))
     of_this_job().add("judge", started, prompt=prompt)
     return toy_score(data_source, solution_str.rpartition("\n")[2], ground_truth)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...core.events import overlap_seconds
-from .spans import Span, union
+from .spans import MeasuredSpan, union
 from .usage import Usage, cpu_between, foreign_cpu
 from .workload import Workload
 
@@ -79,7 +79,12 @@ class NotEnoughSteps(ValueError):
 
 
 def measure(
-    spans: Sequence[Span], usage: Sequence[Usage], workload: Workload, *, started: float, load_before: float
+    spans: Sequence[MeasuredSpan],
+    usage: Sequence[Usage],
+    workload: Workload,
+    *,
+    started: float,
+    load_before: float,
 ) -> Measured:
     """Reduce the output of one job's probes; `started` is the start of its command on the spans' clock.
 
@@ -140,7 +145,7 @@ def measure(
 
 
 def clip(
-    spans: Sequence[Span], names: Sequence[str], window: tuple[float, float]
+    spans: Sequence[MeasuredSpan], names: Sequence[str], window: tuple[float, float]
 ) -> list[tuple[float, float]]:
     """Return the parts of the named spans within the window."""
     low, high = window
@@ -153,7 +158,9 @@ def covered(intervals: Sequence[tuple[float, float]]) -> float:
     return sum(end - start for start, end in union(intervals))
 
 
-def latencies(spans: Sequence[Span], window: tuple[float, float], prompts: int) -> tuple[float, float]:
+def latencies(
+    spans: Sequence[MeasuredSpan], window: tuple[float, float], prompts: int
+) -> tuple[float, float]:
     """Return the mean seconds from first request to last reward: of each batch's slowest prompt, and of all.
 
     A batch is `prompts` prompts in order of their start, as an on-policy trainer takes them. Only batches

@@ -23,7 +23,7 @@ POLL_S = "ASYNC_PIPELINE_BENCH_POLL_S"
 """Environment variable: interval at which verl's trainers poll for finished responses."""
 
 
-class Span(NamedTuple):
+class MeasuredSpan(NamedTuple):
     """An interval from `start` to `end`, in seconds."""
 
     name: str
@@ -67,13 +67,13 @@ def of_this_job() -> SpanFile:
     return SpanFile(Path(os.environ[SPANS_DIR]))
 
 
-def read_spans(directory: Path) -> list[Span]:
+def read_spans(directory: Path) -> list[MeasuredSpan]:
     """Return all spans of a job in order of their end; incomplete lines of killed processes are skipped."""
     spans = []
     for path in directory.glob("spans-*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                spans.append(Span(*json.loads(line)))
+                spans.append(MeasuredSpan(*json.loads(line)))
             except ValueError:
                 continue
     return sorted(spans, key=lambda span: span.end)

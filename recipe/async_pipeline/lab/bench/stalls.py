@@ -9,8 +9,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+from ...core.events import Interval
 from ..tables import spread
-from .spans import Span
+from .spans import MeasuredSpan
 
 STEP, PUBLICATION, LIMITS = "engine_step", "publication", "limits"
 """Names of spans.
@@ -18,8 +19,6 @@ STEP, PUBLICATION, LIMITS = "engine_step", "publication", "limits"
 A step has the id of its process, a publication the costs of a weight update and the pause of the trainer.
 Limits have the rates of a plain copy during generation.
 """
-
-Interval = tuple[float, float]
 
 
 class Cost(NamedTuple):
@@ -33,7 +32,7 @@ class Cost(NamedTuple):
     facts: Mapping[str, float]
 
 
-def costs(spans: Sequence[Span], warmup: int, way: str | None = None) -> list[Cost]:
+def costs(spans: Sequence[MeasuredSpan], warmup: int, way: str | None = None) -> list[Cost]:
     """Return the costs of the weight updates after the first `warmup` ones; with `way`, of that way's.
 
     A replica stalls while a pause between two steps exceeds its usual pause: the median while no update runs.

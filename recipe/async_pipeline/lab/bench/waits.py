@@ -14,7 +14,7 @@ from ...errors import ConfigError
 _UNIFORM = 2**64
 
 
-class Lognormal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LognormalWait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The distribution exp(N(ln median, sigma)), limited to `cap`; its key determines seconds or tokens."""
 
     median: float

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import msgspec
 
 from ...errors import ConfigError
-from .waits import Lognormal
+from .waits import LognormalWait
 
 DEFAULT_PROMPTS, DEFAULT_RESPONSES = 16, 8
 """Prompts of a step and responses per prompt in `configs/smoke_cpu.yaml`."""
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 
 
-class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EpisodeWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One trajectory: `turns` responses, with a tool call after each but the last.
 
     With an environment at most `turns`, because it may end the episode, and a step of it after each.
@@ -24,9 +24,9 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     environment: Literal["frozen_lake"] | None = None
     turns: int = 1
-    tool_s: Lognormal | None = None
+    tool_s: LognormalWait | None = None
     """Seconds of a tool call or of a step, awaited outside of the engine."""
-    answer_tokens: Lognormal | None = None
+    answer_tokens: LognormalWait | None = None
     """Length of each response in tokens; None lets the model end it."""
 
     def __post_init__(self) -> None:
@@ -55,10 +55,10 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Steps after the measured ones, so that generation has work while the last measured steps train."""
     task: Literal["image"] | None = None
     """What the policy makes instead of texts; such a workload has no other episode."""
-    episode: Episode = Episode()
-    judge_s: Lognormal | None = None
+    episode: EpisodeWorkload = EpisodeWorkload()
+    judge_s: LognormalWait | None = None
     """Seconds of the reward of one trajectory."""
-    reference_s: Lognormal | None = None
+    reference_s: LognormalWait | None = None
     """Seconds that the reference policy waits per batch in addition to its computation, as if remote."""
     overrides: dict[str, Any] = {}
     """Hydra overrides on `configs/smoke_cpu.yaml` for every arm."""
@@ -69,7 +69,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"steps and warmup must be >= 1 and cooldown >= 0, got {self.steps}, {self.warmup} and "
                 f"{self.cooldown}; correct the workload's file (the first step is never measured)"
             )
-        if self.task is not None and self.episode != Episode():
+        if self.task is not None and self.episode != EpisodeWorkload():
             raise ConfigError(
                 f"task={self.task} requires no episode, got {self.episode}; correct the workload's file"
             )

@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ..bench.arms import hydra_overrides
 from ..bench.workload import CONFIGS
 from ..soak import judge, lake_agent, moods
-from ..soak.faults import FAULTS, Task
+from ..soak.faults import FAULTS, SoakTask
 from ..soak.job import MARK, SoakJob, control_of
 from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "--task",
-        choices=get_args(Task),
+        choices=get_args(SoakTask),
         default="addition",
         help="what the run learns; lake has environments that fail, calculator a tool, lake_agent a program "
         "that plays over HTTP (default: %(default)s)",
@@ -142,7 +142,7 @@ def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Cal
     return 1 if found["violations"] else 0
 
 
-def _task_of(name: Task, say: Callable[[str], None]) -> Toy:
+def _task_of(name: SoakTask, say: Callable[[str], None]) -> Toy:
     root = Path(".cache/toy").resolve()
     if name in ("lake", "lake_agent"):
         # The only task that needs gymnasium, an optional package.
@@ -154,7 +154,7 @@ def _task_of(name: Task, say: Callable[[str], None]) -> Toy:
     return ensure_toy(ToySpec.of(seed=0, tied=True), root, report=say)
 
 
-def kinds_of(text: str, task: Task) -> Sequence[str]:
+def kinds_of(text: str, task: SoakTask) -> Sequence[str]:
     """Parse `--faults`. Raises ConfigError if a fault is unknown, or is one of another task."""
     possible = [kind for kind, fault in FAULTS.items() if fault.task in (None, task)]
     kinds = tuple(possible if text == "all" else dict.fromkeys(word.strip() for word in text.split(",")))
@@ -172,7 +172,7 @@ def kinds_of(text: str, task: Task) -> Sequence[str]:
     return kinds
 
 
-def overrides(folder: Path, task: Task, engine: str = ENGINES[0]) -> list[str]:
+def overrides(folder: Path, task: SoakTask, engine: str = ENGINES[0]) -> list[str]:
     """Return the run's overrides: two replicas, a lag of up to two, checkpoints on the disk to be filled."""
     own = "trainer.v1.async_pipeline"
     values: dict[str, Any] = {
@@ -253,7 +253,7 @@ def _small_steps() -> dict[str, Any]:
     }
 
 
-OF_TASK: Mapping[Task, Callable[[Path], dict[str, Any]]] = {
+OF_TASK: Mapping[SoakTask, Callable[[Path], dict[str, Any]]] = {
     "addition": _judged,
     "lake": _environments,
     "calculator": _tools,

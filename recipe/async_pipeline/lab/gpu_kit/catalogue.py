@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .figures import of_copies, of_delivery, of_engine, of_environment, of_job, of_ladder, of_weight_updates
-from .steps import Options, Step, lacking, logs_of
+from .steps import CheckStep, Options, lacking, logs_of
 
 ARENA = ("torch", "msgspec", "numpy", "psutil", "xxhash")
 """Modules of the steps without verl: torch, and requirements of this package that are installed with it."""
@@ -203,15 +203,15 @@ def on_gpus(options: Options) -> tuple[str, ...]:
     )
 
 
-STEPS: tuple[Step, ...] = (
-    Step(
+STEPS: tuple[CheckStep, ...] = (
+    CheckStep(
         name="environment",
         shows="pins, patches, devices and shared memory are as a run requires",
         limit_s=120.0,
         command=environment,
         figures=of_environment,
     ),
-    Step(
+    CheckStep(
         name="copies",
         shows="weights move at the speed of the link, and a commit on the device serves them",
         limit_s=300.0,
@@ -219,7 +219,7 @@ STEPS: tuple[Step, ...] = (
         needs=ARENA,
         figures=of_copies,
     ),
-    Step(
+    CheckStep(
         name="delivery",
         shows="FSDP2 ranks publish their shards bit by bit, each version is proved, a bad load is refused",
         limit_s=300.0,
@@ -227,7 +227,7 @@ STEPS: tuple[Step, ...] = (
         needs=ARENA,
         figures=of_delivery,
     ),
-    Step(
+    CheckStep(
         name="engine",
         shows="the engine alone gets versions of a Qwen2, a Qwen3 and a mixture of experts while it answers; "
         "each is proved, and the version of each token is recorded",
@@ -237,7 +237,7 @@ STEPS: tuple[Step, ...] = (
         missing=missing_for_engine,
         figures=of_engine,
     ),
-    Step(
+    CheckStep(
         name="ladder",
         shows="on_policy trains what verl's sync trainer trains, up to rounding",
         limit_s=1200.0,
@@ -246,7 +246,7 @@ STEPS: tuple[Step, ...] = (
         missing=missing_for_job,
         figures=of_ladder,
     ),
-    Step(
+    CheckStep(
         name="job",
         shows=f"{JOB_STEPS} steps of asynchronous RL with FSDP2 and vLLM, every version proved",
         limit_s=1200.0,
@@ -255,7 +255,7 @@ STEPS: tuple[Step, ...] = (
         missing=missing_for_job,
         figures=of_job,
     ),
-    Step(
+    CheckStep(
         name="qwen3",
         shows=f"{UNTRAINED_STEPS} steps with a Qwen3, every version proved",
         limit_s=1200.0,
@@ -264,7 +264,7 @@ STEPS: tuple[Step, ...] = (
         missing=missing_for_job,
         figures=of_job,
     ),
-    Step(
+    CheckStep(
         name="experts",
         shows=f"{UNTRAINED_STEPS} steps with a mixture of experts, every version proved",
         limit_s=1200.0,
@@ -273,7 +273,7 @@ STEPS: tuple[Step, ...] = (
         missing=missing_for_job,
         figures=of_job,
     ),
-    Step(
+    CheckStep(
         name="megatron",
         shows=f"{JOB_STEPS} steps of asynchronous RL with Megatron and vLLM",
         limit_s=1200.0,
@@ -282,7 +282,7 @@ STEPS: tuple[Step, ...] = (
         missing=missing_for_job,
         figures=of_job,
     ),
-    Step(
+    CheckStep(
         name="weight-updates",
         shows="stalls of a weight update, and of verl's manager in the same run",
         limit_s=1200.0,

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...errors import ProofError
-from ...weight_sync.arena import ArenaReader, ArenaWriter, Part
+from ...weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
 from ...weight_sync.board import await_manifest
 from ...weight_sync.manifest import Manifest
 from ...weight_sync.proof import Prover
@@ -46,7 +46,7 @@ VERSIONS = 4
 WAIT_S = 120.0
 
 
-class Block(nn.Module):
+class ProjectionBlock(nn.Module):
     """The projections of a layer."""
 
     def __init__(self, width: int) -> None:
@@ -64,12 +64,12 @@ class Block(nn.Module):
         return mixed
 
 
-class Model(nn.Module):
+class DeliveryModel(nn.Module):
     """Layers that are sharded one by one, as training engines do."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(ProjectionBlock(width) for _ in range(LAYERS))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -77,7 +77,7 @@ class Model(nn.Module):
         return hidden
 
 
-class Ranks:
+class DeliveryRanks:
     """All ranks of this host; see `weight_sync.ranks`."""
 
     hosts = 1
@@ -99,7 +99,7 @@ class Ranks:
         dist.barrier()
 
 
-class Served(RecordingAdapter):
+class DeliveryEngine(RecordingAdapter):
     """An engine of one rank, whose layers join three projections."""
 
     def __init__(self, width: int, device: torch.device, left_out: str | None = None) -> None:
@@ -135,12 +135,12 @@ class Served(RecordingAdapter):
         """There is nothing to do."""
 
 
-def part_of(name: str, weight: torch.Tensor) -> Part:
+def part_of(name: str, weight: torch.Tensor) -> HeldBlock:
     """Return the block of a tensor that this rank holds."""
     assert isinstance(weight, DTensor), name
     shape = tuple(weight.shape)
     _, offset = compute_local_shape_and_global_offset(shape, weight.device_mesh, weight.placements)
-    return Part(name, shape, weight.dtype, tuple(offset), weight.to_local().detach())
+    return HeldBlock(name, shape, weight.dtype, tuple(offset), weight.to_local().detach())
 
 
 class Delivery:
@@ -149,13 +149,13 @@ class Delivery:
     def __init__(self, device: torch.device, width: int) -> None:
         self.rank, self.device, self.width = dist.get_rank(), device, width
         torch.manual_seed(0)
-        self.model = Model(width).to(device, torch.bfloat16)
+        self.model = DeliveryModel(width).to(device, torch.bfloat16)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.writer = ArenaWriter(BUCKET_BYTES, PROOF_TENSORS, None, Ranks())
-        self.served, self.prover = Served(width, device), Prover()
+        self.writer = ArenaWriter(BUCKET_BYTES, PROOF_TENSORS, None, DeliveryRanks())
+        self.served, self.prover = DeliveryEngine(width, device), Prover()
         self.seconds: dict[str, list[float]] = {"gather": [], "stage": [], "commit": [], "prove": []}
         self.proved = self.different = 0
         self.num_bytes = 0
@@ -187,7 +187,7 @@ class Delivery:
             self.seconds["stage"].append(time.perf_counter() - started)
         self._commit(self.served, manifest)
 
-    def _commit(self, served: Served, manifest: Manifest) -> None:
+    def _commit(self, served: DeliveryEngine, manifest: Manifest) -> None:
         started = time.perf_counter()
         with torch.no_grad():
             delivered = served.commit(manifest, PIECE_BYTES)
@@ -211,7 +211,7 @@ class Delivery:
             return None
         try:
             self.prover = Prover()
-            self._commit(Served(self.width, self.device, f"layers.{LAYERS - 1}.k.weight"), manifest)
+            self._commit(DeliveryEngine(self.width, self.device, f"layers.{LAYERS - 1}.k.weight"), manifest)
         except ProofError as error:
             return str(error)
         raise AssertionError("a load that left a tensor out was accepted")

@@ -60,7 +60,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class CheckStep:
     """One part of the check."""
 
     name: str
@@ -106,7 +106,7 @@ def _is_installed(module: str) -> bool:
 
 
 def run_steps(
-    steps: Iterable[Step], options: Options, *, report: Callable[[str], None], chosen: Container[str]
+    steps: Iterable[CheckStep], options: Options, *, report: Callable[[str], None], chosen: Container[str]
 ) -> list[Result]:
     """Run the steps with the chosen names in turn; `report` gets a line before and after each."""
     results = []
@@ -127,7 +127,7 @@ def run_steps(
     return results
 
 
-def run_step(step: Step, options: Options) -> Result:
+def run_step(step: CheckStep, options: Options) -> Result:
     """Run one step whose parts are there."""
     log, written = options.folder / f"{step.name}.log", options.folder / f"{step.name}.json"
     written.unlink(missing_ok=True)

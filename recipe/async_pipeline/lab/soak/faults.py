@@ -23,7 +23,7 @@ from ...processes import send_signal
 from ...weight_sync.segment_names import SHM_DIR, open_own
 from ..bench.workload import CONFIGS
 from ..job import with_cpu_settings
-from .job import ENGINES, SERVERS, START_S, Record, SoakFailed, SoakJob
+from .job import ENGINES, SERVERS, START_S, RecordFields, SoakFailed, SoakJob
 from .misbehaviour import misbehave
 from .small_disk import empty, fill
 
@@ -46,7 +46,7 @@ NEXT_VERSION_S = 60.0
 """Seconds until the next weight version must have been gathered."""
 
 
-Task = Literal["addition", "lake", "calculator", "lake_agent"]
+SoakTask = Literal["addition", "lake", "calculator", "lake_agent"]
 """What the run of a soak learns: sums, with a reward function; FrozenLake, with environments; sums, with a
 tool; FrozenLake, played by a program over HTTP.
 """
@@ -59,7 +59,7 @@ class Fault(NamedTuple):
     inflict: Callable[[SoakJob], None]
     over: Literal["a replica is back", "versions are served again", "the run is back"]
     """The evidence that the run has recovered."""
-    task: Task | None = None
+    task: SoakTask | None = None
     """The only task that has what fails; None for any."""
 
 
@@ -279,11 +279,11 @@ def _ray_address_of(job: SoakJob) -> str:
     return found[1]
 
 
-def _has(event: str) -> Callable[[Sequence[Record]], bool]:
+def _has(event: str) -> Callable[[Sequence[RecordFields]], bool]:
     return lambda records: any(record["event"] == event for record in records)
 
 
-def _mood(mood: str, task: Task, text: str) -> Fault:
+def _mood(mood: str, task: SoakTask, text: str) -> Fault:
     return Fault(text, misbehave(mood), "versions are served again", task)
 
 
@@ -346,11 +346,11 @@ def strike(job: SoakJob, fault: Fault, timeout_s: float) -> float:
     return time.monotonic() - over
 
 
-def _came_back(records: Sequence[Record]) -> bool:
+def _came_back(records: Sequence[RecordFields]) -> bool:
     fenced = {str(record["replica"]) for record in records if record["event"] == "FENCED"}
     return any(record["event"] == "REJOINED" and record["replica"] in fenced for record in records)
 
 
-def served(versions: int) -> Callable[[Sequence[Record]], bool]:
+def served(versions: int) -> Callable[[Sequence[RecordFields]], bool]:
     """Return what accepts events if at least so many versions were served in them."""
     return lambda records: sum(record["event"] == "SERVED" for record in records) >= versions

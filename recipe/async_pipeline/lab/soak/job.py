@@ -28,7 +28,7 @@ STOP_S = 60.0
 ENGINES = ("VLLM::EngineCore", "sglang::scheduler")
 """The processes that hold the weights and generate, of any engine."""
 SERVERS = ("ray::PipelineVLLMServer", "ray::PipelineSGLangServer")
-Record = Mapping[str, Any]
+RecordFields = Mapping[str, Any]
 
 
 class SoakFailed(AsyncPipelineError, RuntimeError):
@@ -52,7 +52,7 @@ class SoakJob:
         self._process: JobProcess | None = None
         self._events = self.run_dir / "events.jsonl"
         self._read_to, self._rest = 0, b""
-        self.records: list[Record] = []
+        self.records: list[RecordFields] = []
         """Events of the current process that were read so far."""
 
     # Life cycle.
@@ -119,7 +119,7 @@ class SoakJob:
             raise SoakFailed(f"no process of the run has {' or '.join(parts)} in its command line")
         return self.random.choice(found)
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[RecordFields]:
         """Return the events since the last call."""
         if not self._events.exists() or self._events.stat().st_ino == self._old_events:
             return []
@@ -138,7 +138,11 @@ class SoakJob:
         return len(self.records)
 
     def wait_for(
-        self, what: str, seen: Callable[[Sequence[Record]], bool], timeout_s: float, since: int | None = None
+        self,
+        what: str,
+        seen: Callable[[Sequence[RecordFields]], bool],
+        timeout_s: float,
+        since: int | None = None,
     ) -> None:
         """Return once `seen` accepts the events from index `since` on; the default is from this call on.
 

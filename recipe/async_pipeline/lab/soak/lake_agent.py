@@ -33,7 +33,7 @@ LIMIT_S, GIVE_UP_S = 600.0, 0.1
 Messages = list[dict[str, str]]
 
 
-class Policy:
+class PolicyChat:
     """A chat with the policy."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
@@ -65,7 +65,7 @@ class Policy:
         return json.dumps({"model": "policy", "messages": messages}).encode(), headers
 
 
-def play(task: dict[str, Any], policy: Policy, control: Path, *, is_bad: bool) -> float:
+def play(task: dict[str, Any], policy: PolicyChat, control: Path, *, is_bad: bool) -> float:
     """Play one episode and return its reward. `is_bad`: do what the control file requests."""
     lake = FrozenLake(size=4, frozen=0.8)
     messages = [{"role": "user", "content": lake.reset(int(task["seed"]))}]
@@ -86,7 +86,7 @@ def play(task: dict[str, Any], policy: Policy, control: Path, *, is_bad: bool) -
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": step.observation}]
 
 
-def insist(policy: Policy, messages: Messages, control: Path) -> str:
+def insist(policy: PolicyChat, messages: Messages, control: Path) -> str:
     """Return the answer to a request that is sent three times: given up, then answered, then sent again."""
     policy.leave(messages)
     answers = [policy.ask(messages, attempt) for attempt in (1, 2)]
@@ -100,7 +100,7 @@ def insist(policy: Policy, messages: Messages, control: Path) -> str:
 def main() -> None:
     """Play the episode that the environment variables describe, and print its reward."""
     task = json.loads(Path(os.environ["ASYNC_PIPELINE_TASK"]).read_text())
-    policy = Policy(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    policy = PolicyChat(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     is_bad = random.randrange(ONE_IN) == 0
     echo(json.dumps({"reward": play(task, policy, Path(sys.argv[1]), is_bad=is_bad)}))
 

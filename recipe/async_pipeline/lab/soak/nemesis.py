@@ -46,7 +46,7 @@ class Struck:
 
 
 @dataclass
-class Outcome:
+class SoakOutcome:
     """The outcome of a soak."""
 
     struck: list[Struck] = field(default_factory=list)
@@ -85,14 +85,14 @@ def faults_within(seconds: float, kinds: int) -> int:
 
 def soak(
     job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Callable[[str], None]
-) -> Outcome:
+) -> SoakOutcome:
     """Start a run, leave it alone for a while, then inject faults until the time is up.
 
     The time starts when two steps have been served; after each recovery, the remaining time is divided evenly
     among the remaining faults. The first one is injected also if the undisturbed steps took all of it. A run
     that ends by itself or does not recover is a violation.
     """
-    outcome, source = Outcome(), random.Random(seed)
+    outcome, source = SoakOutcome(), random.Random(seed)
     job.start()
     try:
         job.wait_for("the first version served", served(1), START_S, since=0)
@@ -151,7 +151,7 @@ def _sleep(job: SoakJob, seconds: float) -> None:
         job.check_alive()
 
 
-def report(outcome: Outcome, run_dir: Path, kinds: Sequence[str]) -> dict[str, Any]:
+def report(outcome: SoakOutcome, run_dir: Path, kinds: Sequence[str]) -> dict[str, Any]:
     """Return the report that `soak --json` prints."""
     # A run that hung while it started has no ledger.
     begun = not outcome.hangs or (run_dir / NAME).is_file()
@@ -204,7 +204,7 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def goodput_ratio(outcome: Outcome) -> float | None:
+def goodput_ratio(outcome: SoakOutcome) -> float | None:
     """Return the steps per second that were kept, with faults relative to without; None without both."""
     if not outcome.quiet_steps or not outcome.seconds:
         return None

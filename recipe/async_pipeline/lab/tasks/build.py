@@ -125,7 +125,7 @@ class ToySpec(TextSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class ToyMeasurements:
     """Measurements taken while the toy was made."""
 
     accuracy_after_warmup: float
@@ -140,7 +140,7 @@ class Toy:
     """A finished toy."""
 
     dir: Path
-    measured: Measured
+    measured: ToyMeasurements
     reward: Path | None = REWARD_FILE
 
     def as_dict(self) -> dict[str, str | float]:
@@ -211,7 +211,9 @@ def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: F
     work.mkdir(parents=True)
     try:
         accuracy = spec.fill(work, report) if fill is None else fill(spec, work, report)
-        measured = Measured(accuracy_after_warmup=accuracy, seconds=round(time.monotonic() - started, 2))
+        measured = ToyMeasurements(
+            accuracy_after_warmup=accuracy, seconds=round(time.monotonic() - started, 2)
+        )
         marker = {"parameters": spec.parameters(), "measured": dataclasses.asdict(measured)}
         (work / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
         return replace(_publish(work, final), reward=spec.reward)
@@ -223,7 +225,7 @@ def find_finished(final: Path) -> Toy | None:
     """Return the toy in `final`, or None if its marker is missing or incomplete."""
     try:
         measured = json.loads((final / MARKER).read_text(encoding="utf-8"))["measured"]
-        return Toy(dir=final, measured=Measured(**measured))
+        return Toy(dir=final, measured=ToyMeasurements(**measured))
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 

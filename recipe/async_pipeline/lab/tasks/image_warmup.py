@@ -165,7 +165,7 @@ def mean_score(
     import torch
 
     from recipe.async_pipeline.diffusion.seeds import seed_of
-    from recipe.async_pipeline.diffusion.step_engine import Request, Sampling, StepEngine
+    from recipe.async_pipeline.diffusion.step_engine import SampleRequest, Sampling, StepEngine
     from recipe.async_pipeline.diffusion.windows import EveryStep
 
     steps = spec.num_sampling_steps
@@ -184,7 +184,7 @@ def mean_score(
             name = f"{scene.answer} {index}"
             asked[name] = scene
             engine.submit(
-                Request(name=name, conditions=conditions, seed=seed_of(seed, name), sampling=sampling)
+                SampleRequest(name=name, conditions=conditions, seed=seed_of(seed, name), sampling=sampling)
             )
     scores = []
     while engine.busy:

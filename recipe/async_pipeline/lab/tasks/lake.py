@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.async_pipeline.agents.frozen_lake import ACTIONS, MOVES, Board, FrozenLake
+from recipe.async_pipeline.agents.frozen_lake import ACTIONS, MOVES, FrozenLake, LakeMap
 
 Place = tuple[int, int]
 FIRST_VAL_SEED = 1 << 20
@@ -51,7 +51,7 @@ class LakeTask:
         return range(first, first + self.num_train), range(held_out, held_out + self.num_val)
 
 
-def best_actions(board: Board) -> Mapping[Place, str]:
+def best_actions(board: LakeMap) -> Mapping[Place, str]:
     """Return for each place from which the goal can be reached the actions of the shortest ways to it."""
     rows, columns = len(board), len(board[0])
     goal = next((r, c) for r in range(rows) for c in range(columns) if board[r][c] == "G")

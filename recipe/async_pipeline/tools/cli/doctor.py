@@ -28,7 +28,7 @@ from .finding import Finding, as_line
 from .machine_findings import examine_machine
 
 if TYPE_CHECKING:
-    from recipe.async_pipeline.contract.compare import Problem
+    from recipe.async_pipeline.contract.compare import ContractProblem
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PLUGIN_GROUP, PLUGIN_NAME = "verl.plugins", "async_pipeline"
@@ -178,7 +178,7 @@ def examine_tree(root: Path) -> tuple[Finding, ...]:
     return (version, *counts, *problems)
 
 
-def _counted(number: int, problems: Sequence[Problem]) -> str:
+def _counted(number: int, problems: Sequence[ContractProblem]) -> str:
     breaks = sum(problem.severity == "breaks" for problem in problems)
     changed = len(problems) - breaks
     if not problems:

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ..plan.bound import bound_s
 from ..plan.explanation import explained
 from ..plan.profile import load
-from ..plan.search import DEFAULT_MAX_LAG, SEEDS, Found, Plan, overrides, plan
+from ..plan.search import DEFAULT_MAX_LAG, SEEDS, SearchResult, SimulatedCandidate, overrides, plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def _progress(text: str) -> None:
     sys.stderr.flush()
 
 
-def as_json(found: Plan) -> dict[str, Any]:
+def as_json(found: SearchResult) -> dict[str, Any]:
     """Return the plan for `--json`.
 
     If the verdict is sync, the best asynchronous layout is the first alternative.
@@ -117,7 +117,7 @@ def as_json(found: Plan) -> dict[str, Any]:
     }
 
 
-def layout_of(found: Found) -> dict[str, Any]:
+def layout_of(found: SimulatedCandidate) -> dict[str, Any]:
     """Return the settings of a layout."""
     setting = found.candidate.setting
     return {
@@ -130,7 +130,7 @@ def layout_of(found: Found) -> dict[str, Any]:
     }
 
 
-def predicted(found: Found) -> dict[str, Any]:
+def predicted(found: SimulatedCandidate) -> dict[str, Any]:
     """Return the predicted performance of a layout."""
     low, high = found.interval
     bound = found.bound_s
@@ -150,7 +150,7 @@ def predicted(found: Found) -> dict[str, Any]:
     }
 
 
-def predicted_sync(found: Found) -> dict[str, Any]:
+def predicted_sync(found: SimulatedCandidate) -> dict[str, Any]:
     """Return the prediction for the synchronous layout, in which all devices generate and then train."""
     setting = found.sync[0].setting
     return {
@@ -173,7 +173,7 @@ LEGEND = (
 """The columns of the table, in words."""
 
 
-def in_words(found: Plan, note: str) -> list[str]:
+def in_words(found: SearchResult, note: str) -> list[str]:
     """Return the plan as lines of text."""
     head = (
         f"{'strategy':<14}{'max_lag':>7} {'depth':>5}  {'pools':<44}{'step s':>9} {'speed-up':>8} "
@@ -195,7 +195,7 @@ def in_words(found: Plan, note: str) -> list[str]:
     ]
 
 
-def _row(found: Found) -> str:
+def _row(found: SimulatedCandidate) -> str:
     knobs, facts = found.candidate.setting.knobs, predicted(found)
     pools = " ".join(
         f"{'+'.join(p.roles) if p.name != 'generate' else p.name}:{p.devices}"

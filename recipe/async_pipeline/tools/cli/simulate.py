@@ -21,7 +21,7 @@ from ..plan.candidates import MEASURED_STEPS, WORK_BATCHES
 from ..plan.layout import Rejections, groups_of, knobs_of, placement_of, pools_of, smaller
 from ..plan.profile import Profile, load
 from ..plan.search import synchronous
-from ..plan.simulation import LEAST_STEPS, Outcome, simulate
+from ..plan.simulation import LEAST_STEPS, SimulatedRun, simulate
 from ..plan.trainer import Setting
 
 DEFAULT_STEPS = 50
@@ -197,7 +197,7 @@ def _written(pools: str) -> Any:
         ) from None
 
 
-def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
+def figures(setting: Setting) -> tuple[SimulatedRun, dict[str, Any]]:
     """Simulate `setting`, its synchronous counterpart and the same layout on fewer devices.
 
     Returns the outcome of `setting` and the figures that `--json` prints.
@@ -242,7 +242,7 @@ def _lucky(facts: dict[str, Any]) -> str:
     return " (the averaged steps have shorter responses than all steps; raise --steps)"
 
 
-def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
+def in_words(outcome: SimulatedRun, facts: dict[str, Any]) -> list[str]:
     """Return the figures as lines of text."""
     setting, terms = outcome.setting, bound_terms(outcome.setting)
     head, *rest = drawing(setting.placement)

@@ -12,14 +12,14 @@ from .bound import responses_at_once, work_of
 from .candidates import WORK_BATCHES
 from .draws import Draws
 from .profile import Profile
-from .search import LIMITS, Found, Plan
+from .search import LIMITS, SearchResult, SimulatedCandidate
 from .trainer import Setting
 
 IDLE_SHARE = 0.25
 """Idle share of a pool from which the plan proposes to make the pool smaller."""
 
 
-def explained(plan: Plan) -> list[str]:
+def explained(plan: SearchResult) -> list[str]:
     """Return sentences about lag, memory and pools, each with what the reader can change."""
     best = plan.found[0]
     if plan.verdict == "sync":
@@ -32,7 +32,7 @@ def explained(plan: Plan) -> list[str]:
     return [*_lag(best), *_memory(best), *_pools(best)]
 
 
-def _lag(best: Found) -> list[str]:
+def _lag(best: SimulatedCandidate) -> list[str]:
     """Say how old samples are, and whether another `max_lag` would change the pace."""
     allowed = best.candidate.setting.knobs.staleness.max_lag
     mean = sum(o.lag_mean for o in best.outcomes) / len(best.outcomes)
@@ -98,7 +98,7 @@ def _held_tokens(profile: Profile, seed: int) -> float:
     return float((chunk.tokens * held).sum() / chunk.tokens.sum())
 
 
-def _memory(best: Found) -> list[str]:
+def _memory(best: SimulatedCandidate) -> list[str]:
     """Say how much cache a replica needs, and how many samples the pipeline holds."""
     setting = best.candidate.setting
     load = load_of(setting, best.step_s)
@@ -113,7 +113,7 @@ def _memory(best: Found) -> list[str]:
     ]
 
 
-def _pools(best: Found) -> list[str]:
+def _pools(best: SimulatedCandidate) -> list[str]:
     """Say how busy each pool is, and which one to change."""
     outcome, limit, lines = best.outcomes[0], best.candidate.limit, []
     for pool in best.candidate.setting.placement.pools:

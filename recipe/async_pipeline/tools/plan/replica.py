@@ -52,7 +52,7 @@ class Answer:
         "written",
     )
 
-    def __init__(self, group: Group, index: int, cost: AnswerCost) -> None:
+    def __init__(self, group: SimulatedGroup, index: int, cost: AnswerCost) -> None:
         self.group, self.index, self.cost = group, index, cost
         self.turn = self.written = 0
         """Finished turns, and the tokens that the model wrote in them."""
@@ -62,7 +62,7 @@ class Answer:
         self.spans: list[tuple[int, int]] = []
 
 
-class Group:
+class SimulatedGroup:
     """The responses to one prompt; `done` is set when the last of them is scored."""
 
     __slots__ = ("answers", "done", "left", "scored_at")

@@ -18,7 +18,7 @@ from ...core.clock import VirtualTimeLoop
 from .draws import AnswerCost
 from .least_busy import LeastBusy
 from .profile import Decode
-from .replica import TICK_S, Answer, Group, Replica, Served
+from .replica import TICK_S, Answer, Replica, Served, SimulatedGroup
 
 
 class ReplicaPool:
@@ -38,7 +38,7 @@ class ReplicaPool:
         """Requests while no replica is up."""
         self._checks: list[tuple[float, int, Any]] = []
         """When a replica may have finished a turn. Apart from `_heap`, which is a hundred times as large."""
-        self._heap: list[tuple[float, int, Answer | Group]] = []
+        self._heap: list[tuple[float, int, Answer | SimulatedGroup]] = []
         """When a response sends its next turn, or a group is done."""
         self._order = count()
         self._touched: dict[Replica, None] = {}
@@ -51,7 +51,7 @@ class ReplicaPool:
 
     async def answer(self, costs: Sequence[AnswerCost]) -> list[Served]:
         """Generate and score the responses to one prompt. Gives them up when cancelled."""
-        group = Group(costs)
+        group = SimulatedGroup(costs)
         now = self._loop.time()
         for answer in group.answers:
             self._request(now, answer)
@@ -219,7 +219,7 @@ class ReplicaPool:
         if not group.left:
             heappush(self._heap, (group.scored_at, next(self._order), group))
 
-    def _give_up(self, group: Group) -> None:
+    def _give_up(self, group: SimulatedGroup) -> None:
         """Remove a group's responses from their replicas."""
         if self._ended:
             return

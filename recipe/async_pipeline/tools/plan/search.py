@@ -28,7 +28,7 @@ from .candidates import (
 )
 from .layout import Rejections, knobs_of, shared_placement
 from .profile import Profile
-from .simulation import LEAST_STEPS, Outcome, TooSlow, simulate, whole_rounds
+from .simulation import LEAST_STEPS, SimulatedRun, TooSlow, simulate, whole_rounds
 from .trainer import Setting
 
 DEFAULT_MAX_LAG = 4
@@ -47,12 +47,12 @@ T_95: Mapping[int, float] = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SimulatedCandidate:
     """A candidate and its simulations."""
 
     candidate: Candidate
-    outcomes: Sequence[Outcome]
-    sync: Sequence[Outcome]
+    outcomes: Sequence[SimulatedRun]
+    sync: Sequence[SimulatedRun]
     """The synchronous layout with the same batches and seeds."""
 
     @property
@@ -91,10 +91,10 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SearchResult:
     """The result of a search."""
 
-    found: Sequence[Found]
+    found: Sequence[SimulatedCandidate]
     """Asynchronous layouts, the best first."""
     verdict: Literal["async", "sync"]
     why: str
@@ -112,7 +112,7 @@ def plan(
     seeds: int = SEEDS,
     seed: int = 1,
     say: Callable[[str], None] = lambda text: None,
-) -> Plan:
+) -> SearchResult:
     """Search for the best plan; `say` receives progress, and an empty text at the end.
 
     Raises ConfigError if no layout fits the devices.
@@ -151,7 +151,7 @@ def plan(
     found = sorted(found, key=lambda f: f.candidate.per_group(f.step_s))
     found = _prefer_less_lag(found)
     verdict, why = judge(found[0], max_lag)
-    return Plan(
+    return SearchResult(
         found=tuple(found),
         verdict=verdict,
         why=why,
@@ -169,7 +169,7 @@ def synchronous(setting: Setting) -> Setting:
     return replace(setting, placement=placement, knobs=knobs_of("on_policy"), steps=steps)
 
 
-def overrides(found: Found) -> list[str]:
+def overrides(found: SimulatedCandidate) -> list[str]:
     """Return the hydra overrides of this plan, to be added to the user's training command."""
     knobs, setting = found.candidate.setting.knobs, found.candidate.setting
     pools = ",".join(
@@ -206,7 +206,7 @@ def overrides(found: Found) -> list[str]:
     return [*lines, *sizes, f"++{own}.pools={{{pools}}}"]
 
 
-def judge(best: Found, max_lag: int) -> tuple[Literal["async", "sync"], str]:
+def judge(best: SimulatedCandidate, max_lag: int) -> tuple[Literal["async", "sync"], str]:
     """Return the verdict and its reason. `max_lag`: the lag that the plan was allowed."""
     low, high = best.interval
     sync, setting = best.sync[0], best.candidate.setting
@@ -246,7 +246,7 @@ LIMITS = {
 """The bounds in words."""
 
 
-def _generating(sync: Outcome) -> float:
+def _generating(sync: SimulatedRun) -> float:
     """Return the share of a synchronous run in which its devices generate."""
     shares = sync.accounting.pools["all"].shares()
     return sum(
@@ -261,9 +261,9 @@ class Outcomes:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Setting, Outcome] = {}
+        self._known: dict[Setting, SimulatedRun] = {}
 
-    def of(self, setting: Setting, slowest_s: float = math.inf) -> Outcome:
+    def of(self, setting: Setting, slowest_s: float = math.inf) -> SimulatedRun:
         """Return the outcome of a setting.
 
         Raises TooSlow if its step is known to take more than `slowest_s`, so that nothing depends on it.
@@ -303,14 +303,14 @@ def _finalists(best: Sequence[tuple[float, Candidate]], outcomes: Outcomes) -> l
     return finalists
 
 
-def _with_seeds(candidate: Candidate, seeds: int, outcomes: Outcomes) -> Found:
+def _with_seeds(candidate: Candidate, seeds: int, outcomes: Outcomes) -> SimulatedCandidate:
     """Simulate a finalist with every seed, for more steps than before unless that takes too long."""
     setting = candidate.setting
     if not _is_long(setting):
         more = whole_rounds(MEASURED_STEPS, setting.knobs.staleness.max_lag)
         setting = replace(setting, steps=setting.steps + more)
     settings = [replace(setting, seed=setting.seed + i) for i in range(seeds)]
-    return Found(
+    return SimulatedCandidate(
         candidate=candidate,
         outcomes=tuple(outcomes.of(setting) for setting in settings),
         sync=tuple(outcomes.of(synchronous(setting)) for setting in settings),
@@ -347,7 +347,7 @@ def _affordable(setting: Setting) -> int:
     return max(MIN_SIMULATED, min(SIMULATED, int(SIMULATED_TURNS // turns)))
 
 
-def _prefer_less_lag(found: list[Found]) -> list[Found]:
+def _prefer_less_lag(found: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
     """Move the candidate with the least lag and the fewest pools to the front, among the equally good."""
     limit = found[0].candidate.per_group(found[0].step_s) * (1 + AS_GOOD)
     as_good = [f for f in found if f.candidate.per_group(f.step_s) <= limit]

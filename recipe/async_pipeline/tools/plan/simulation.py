@@ -32,7 +32,7 @@ LEAST_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulatedRun:
     """The figures of a simulated run; times are virtual, except `wall_s`."""
 
     setting: Setting
@@ -99,7 +99,9 @@ class TooSlow(Exception):
     """A simulation was given up: its steps take longer than the limit."""
 
 
-def simulate(setting: Setting, over: tuple[int, int] | None = None, slowest_s: float = math.inf) -> Outcome:
+def simulate(
+    setting: Setting, over: tuple[int, int] | None = None, slowest_s: float = math.inf
+) -> SimulatedRun:
     """Run a simulation; average over the window.
 
     With `over` (first, last), average over these steps and end with the last of them: batches in flight after
@@ -122,7 +124,7 @@ def simulate(setting: Setting, over: tuple[int, int] | None = None, slowest_s: f
     if len(steps.ends_s) < last:
         raise TooSlow
 
-    return Outcome(
+    return SimulatedRun(
         setting=setting,
         step_s=(steps.ends_s[last - 1] - steps.ends_s[first - 1]) / (last - first),
         step_ends_s=tuple(steps.ends_s),

@@ -19,11 +19,12 @@ from ...config.scheduling import schedule_of
 from ...config.schema import AsyncPipelineConfig
 from ...config.weight_sync import concurrent_loads
 from ...core.degradation import Caution, Change
-from ...core.flow import GRAPH
 from ...core.flow_state import FlowState
-from ...core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
+from ...core.graph import GRAPH
+from ...core.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
 from ...core.recall import Recall
 from ...core.schedule import Schedule
+from ...core.token_spans import spans_of
 from .draws import Draws, GroupCost
 from .profile import Profile, Stage
 from .replica import Replica
@@ -159,13 +160,13 @@ class SimulatedTrainer:
 
     # Work.
 
-    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+    async def draw_prompts(self, admission: Admission) -> PromptBatch:
         await self._stage(self.profile.stages.draw)
         prompts = []
-        for _ in range(ticket.prompts):
+        for _ in range(admission.prompts):
             number = next(self._numbers)
-            prompts.append(Prompt(uid=str(number), step=ticket.step, payload=self._draws.group(number)))
-        return PromptBatch(step=ticket.step, prompts=tuple(prompts), admitted_version=ticket.version)
+            prompts.append(Prompt(uid=str(number), step=admission.step, payload=self._draws.group(number)))
+        return PromptBatch(step=admission.step, prompts=tuple(prompts), admitted_version=admission.version)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         """Not implemented: a simulation always starts at step 1."""
@@ -191,7 +192,7 @@ class SimulatedTrainer:
                 first_version=versions.first_version,
                 last_version=versions.last_version,
                 num_tokens=cost.tokens,
-                spans=versions.spans,
+                spans=spans_of(versions.spans),
             )
             for i, (cost, versions) in enumerate(zip(costs.answers, served, strict=True))
         )

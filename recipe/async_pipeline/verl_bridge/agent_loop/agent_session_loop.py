@@ -31,15 +31,15 @@ from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of, verifi
 from ...config.agentic import EXTERNAL
 from ...core.deadline import EXPIRED
 from ...errors import AgentFailed, ConfigError
-from ...gateway.chains import Row
+from ...gateway.chains import ChainRow
 from ...gateway.claims import Claims
 from ...gateway.registry import Sessions
 from ...gateway.sessions import RECALLED, Session, SessionLimits
 from ..reward.default_function import can_score
 from ..run_config import knobs_of
 from .environment_loop import RewardedTurns, plain, seed_of
-from .episode_attempts import END, NOTED, TOOK_MS, WHY, current_attempt
-from .external_runner import Address, ExternalRunner
+from .episode import END, NOTED, TOOK_MS, WHY, current_attempt
+from .external_runner import AddressFile, ExternalRunner
 from .row_place import place_of
 from .session_policy import SessionPolicy
 from .version_spans import ROW_SPANS, ROW_TURNS
@@ -55,7 +55,7 @@ CUT_OFF, LIMITS = "cut_off", ("turns", "tokens")
 """Limits of a session that are ends of an episode."""
 
 
-class Setup:
+class SessionSetup:
     """What all episodes of a worker process share."""
 
     def __init__(self, config: DictConfig) -> None:
@@ -71,7 +71,7 @@ class Setup:
         spec = self.spec = AgentSpec(agent=knobs.agent, verify=knobs.verify, env=knobs.variables())
         claims = Claims(gateway.lease_s) if knobs.agent == EXTERNAL else None
         self._claims = claims
-        self._address = None if gateway.runners_dir is None else Address(gateway.runners_dir)
+        self._address = None if gateway.runners_dir is None else AddressFile(gateway.runners_dir)
         self.runner: Runner = runner_of(spec) if claims is None else ExternalRunner(claims)
         self.agent_may_reward, self.failure_reward = gateway.agent_may_reward, knobs.failure_reward
         self.limits = SessionLimits(
@@ -130,15 +130,15 @@ class Setup:
             await self._server.stop()
 
 
-_setups: WeakKeyDictionary[asyncio.AbstractEventLoop, Setup] = WeakKeyDictionary()
+_setups: WeakKeyDictionary[asyncio.AbstractEventLoop, SessionSetup] = WeakKeyDictionary()
 
 
-def setup_of(config: DictConfig) -> Setup:
+def setup_of(config: DictConfig) -> SessionSetup:
     """Return the setup of this process, made for its first episode."""
     loop = asyncio.get_running_loop()
     found = _setups.get(loop)
     if found is None:
-        found = _setups[loop] = Setup(config)
+        found = _setups[loop] = SessionSetup(config)
     return found
 
 
@@ -170,7 +170,7 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
             setup.to_play.release()
 
     async def _play(
-        self, setup: Setup, sampling_params: Mapping[str, Any], row: Mapping[str, Any]
+        self, setup: SessionSetup, sampling_params: Mapping[str, Any], row: Mapping[str, Any]
     ) -> list[AgentLoopOutput]:
         policy = SessionPolicy(self, sampling_params, setup.tool_parser)
         log, attempt = OutputLog(), current_attempt()
@@ -310,7 +310,7 @@ def task_of(row: Mapping[str, Any], run_seed: int) -> Task:
 
 
 def output_of(
-    row: Row, spent: Mapping[str, Any], rewarded: Sequence[tuple[int, float]] = ()
+    row: ChainRow, spent: Mapping[str, Any], rewarded: Sequence[tuple[int, float]] = ()
 ) -> AgentLoopOutput:
     """Return one conversation for verl. `rewarded`: position and reward of each turn that has one."""
     made = partial(RewardedTurns, turn_rewards=list(rewarded)) if rewarded else AgentLoopOutput

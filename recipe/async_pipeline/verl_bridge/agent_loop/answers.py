@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,14 +13,16 @@ import numpy as np
 from ...agents.episodes import counted_together
 from ...core.bad_data import Flaw
 from ...core.items import Trajectory
+from ...core.token_spans import spans_of
 from ...errors import RolloutError
 from ...observe.agent_output import FailedAttempt
-from .episode_attempts import Attempt
+from .episode import Attempt
+from .partial_rollouts import Transcript
 from .redundancy import Begun, Redundant
 from .version_spans import TURNS
 
 
-class Sample(NamedTuple):
+class ResponseSample(NamedTuple):
     """A response on its way into the sample store: its trajectory and the tensors that stay in the store."""
 
     trajectory: Trajectory
@@ -69,6 +73,27 @@ class Answered(NamedTuple):
     """Attempts that failed, with what the agent wrote."""
 
 
+def _future() -> asyncio.Future[Answered]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(eq=False)
+class GroupInProgress:
+    """A prompt whose responses this process generates."""
+
+    answered: asyncio.Future[Answered] = field(default_factory=_future)
+    """What the trainer's call waits for."""
+    finished: list[ResponseSample] = field(default_factory=list)
+    transcripts: list[Transcript] = field(default_factory=list)
+    """One for each response; empty in runs that neither make checkpoints nor resume from one."""
+    task: asyncio.Task[Any] | None = None
+    """Generates the responses; None before it begins, and after its end."""
+    is_given_up: bool = False
+    """It was given up before its task began."""
+    is_stored: bool = False
+    """It is on its way into the sample store, and no longer given up."""
+
+
 def trajectory_of(
     key: str,
     fields: dict[str, Any],
@@ -92,7 +117,7 @@ def trajectory_of(
         first_version=int(first),
         last_version=int(last),
         num_tokens=int(tag["response_len"]),
-        spans=None if spans is None else tuple((int(version), int(at)) for version, at in spans),
+        spans=None if spans is None else spans_of(spans),
         turns=told.get(TURNS),
         reward=None if scores is None else float(np.sum(np.asarray(scores), dtype=np.float64)),
         model_s=None if waits is None else round(waits[0], 6),
@@ -103,18 +128,18 @@ def trajectory_of(
     )
 
 
-def details_of(sample: Sample) -> Details:
+def details_of(sample: ResponseSample) -> Details:
     """Return what the trainer reads of a sample."""
     reward_info = (sample.fields.get("extra_fields") or {}).get("reward_extra_info") or {}
     return Details(columns=sorted(sample.fields), cost=sample.cost, reward_info=reward_info)
 
 
-def slowest_turns(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
+def slowest_turns(samples: Sequence[ResponseSample]) -> Sequence[Sequence[float]]:
     """Return the times of the turns of the response whose last turn ended last; empty without turns."""
     return max((one.times for one in samples if one.times), key=lambda times: sum(times[-1]), default=())
 
 
-def counted(samples: Sequence[Sample], replayed: Iterable[int]) -> dict[str, int]:
+def counted(samples: Sequence[ResponseSample], replayed: Iterable[int]) -> dict[str, int]:
     """Return what happened in the episodes of a group. `replayed`: requests of each, see `Transcript`."""
     counts = counted_together(sample.counts for sample in samples)
     if again := sum(replayed):
@@ -123,10 +148,10 @@ def counted(samples: Sequence[Sample], replayed: Iterable[int]) -> dict[str, int
 
 
 def divided(
-    samples: Sequence[Sample], chosen: Collection[int], episodes: Sequence[Begun]
-) -> tuple[list[Sample], list[Redundant]]:
+    samples: Sequence[ResponseSample], chosen: Collection[int], episodes: Sequence[Begun]
+) -> tuple[list[ResponseSample], list[Redundant]]:
     """Return the samples of the chosen episodes of a group, and what is known of the others."""
-    by_session: dict[int, list[Sample]] = {}
+    by_session: dict[int, list[ResponseSample]] = {}
     for sample in samples:
         by_session.setdefault(_session_of(sample), []).append(sample)
     redundant = [
@@ -139,5 +164,5 @@ def divided(
     return [one for one in samples if _session_of(one) in chosen], redundant
 
 
-def _session_of(sample: Sample) -> int:
+def _session_of(sample: ResponseSample) -> int:
     return int(sample.fields["session_id"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 from uuid import uuid4
 
@@ -23,7 +22,7 @@ from ...config.paths import OWN
 from ...diffusion.seeds import seed_of
 from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE
 from ..workers.diffusion_model import CONDITION, Denoising
-from .episode_attempts import current_attempt
+from .episode import change_episode, current_attempt, current_episode
 from .partial_rollouts import RecordingClient
 from .row_place import place_of
 
@@ -32,9 +31,6 @@ COLUMNS = "diffusion_columns"
 """Field of an output with the columns of its row: tensors by name."""
 KEPT = "picture_kept"
 """Field of an output whose picture goes into the sample store: to be scored there, or to be shown."""
-_columns: ContextVar[Sequence[Mapping[str, torch.Tensor]]] = ContextVar(
-    "columns of the rows of this task", default=()
-)
 
 
 @register(NAME)
@@ -108,12 +104,12 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
 
 def take_columns(outputs: Sequence[Any]) -> None:
     """Take the columns out of verl's outputs, which have only one column for everything else."""
-    _columns.set([one.extra_fields.pop(COLUMNS, {}) for one in outputs])
+    change_episode(columns=[one.extra_fields.pop(COLUMNS, {}) for one in outputs])
 
 
 def add_columns(fields: Sequence[dict[str, Any]]) -> None:
     """Add to each row of the sample store what `take_columns` took; leave pictures out that nothing reads."""
-    for values, more in zip(fields, _columns.get(), strict=False):
+    for values, more in zip(fields, current_episode().columns, strict=False):
         values.update(more)
         extra = values.get("extra_fields") or {}
         if not extra.pop(KEPT, False):

@@ -30,16 +30,16 @@ from ...agents.env_pool import EnvironmentPool, Game, PoolLimits
 from ...agents.environment import EnvironmentSpec, Step
 from ...agents.episodes import DONE
 from ...errors import ConfigError, EnvironmentFailed
+from ...gateway.conversation import Message
 from ..run_config import knobs_of
-from .episode_attempts import END, NOTED, WHY, current_attempt
+from .episode import END, NOTED, WHY, current_attempt
 from .model_tokens import tokens_of, turn_ends
 from .row_place import place_of
 
 NAME = "environment"
-Message = dict[str, Any]
 
 
-class Setup(NamedTuple):
+class EnvironmentSetup(NamedTuple):
     """What all episodes of a worker process share."""
 
     pool: EnvironmentPool
@@ -51,10 +51,10 @@ class Setup(NamedTuple):
     turn_rewards: bool = False
 
 
-_setups: WeakKeyDictionary[asyncio.AbstractEventLoop, Setup] = WeakKeyDictionary()
+_setups: WeakKeyDictionary[asyncio.AbstractEventLoop, EnvironmentSetup] = WeakKeyDictionary()
 
 
-def setup_of(config: DictConfig) -> Setup:
+def setup_of(config: DictConfig) -> EnvironmentSetup:
     """Return the setup of this process, made for its first episode."""
     loop = asyncio.get_running_loop()
     found = _setups.get(loop)
@@ -71,7 +71,7 @@ def setup_of(config: DictConfig) -> Setup:
         )
         rollout = config.actor_rollout_ref.rollout
         seed = OmegaConf.select(config, "data.seed") or 0
-        found = Setup(
+        found = EnvironmentSetup(
             EnvironmentPool(spec, limits),
             knobs.max_turns,
             knobs.max_turn_tokens,
@@ -107,7 +107,7 @@ class RewardedTurns(AgentLoopOutput):  # type: ignore[misc]
         return fields
 
 
-class Episode:
+class EnvironmentEpisode:
     """The tokens and rewards of one episode so far."""
 
     def __init__(self, messages: list[Message], prompt_ids: list[int]) -> None:
@@ -149,7 +149,7 @@ class Episode:
 class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
     """Plays one episode."""
 
-    def setup(self) -> Setup:
+    def setup(self) -> EnvironmentSetup:
         """Return what it shares with the other episodes of its process."""
         return setup_of(self.config)
 
@@ -168,7 +168,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             with nullcontext() if attempt is None else attempt.excused():
                 game = await stack.enter_async_context(playing)
             messages = with_observation(list(row["raw_prompt"]), game.observation)
-            episode = Episode(messages, await self.ct_build_initial_tokens(messages))
+            episode = EnvironmentEpisode(messages, await self.ct_build_initial_tokens(messages))
             if not episode.token_ids:
                 raise EnvironmentFailed("reset: neither the prompt nor the first observation has a text")
             await self._play(episode, game, sampling_params, setup)
@@ -178,7 +178,11 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         return output
 
     async def _play(
-        self, episode: Episode, game: Game, sampling_params: dict[str, Any], setup: Setup
+        self,
+        episode: EnvironmentEpisode,
+        game: Game,
+        sampling_params: dict[str, Any],
+        setup: EnvironmentSetup,
     ) -> None:
         request = uuid4().hex
         while True:
@@ -205,7 +209,11 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
                 return
 
     async def _turn(
-        self, episode: Episode, request: str, sampling_params: dict[str, Any], setup: Setup
+        self,
+        episode: EnvironmentEpisode,
+        request: str,
+        sampling_params: dict[str, Any],
+        setup: EnvironmentSetup,
     ) -> list[int]:
         """Have the policy write a turn, and return its tokens."""
         room = setup.response_length - len(episode.mask)
@@ -231,13 +239,13 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         episode.token_ids = merged.token_ids
         return list(output.token_ids)
 
-    def _note_versions(self, episode: Episode, said: Mapping[str, Any]) -> None:
+    def _note_versions(self, episode: EnvironmentEpisode, said: Mapping[str, Any]) -> None:
         if not episode.extra_fields:
             episode.extra_fields.update(said)
         elif said.get("max_global_steps") is not None:
             episode.extra_fields["max_global_steps"] = said["max_global_steps"]
 
-    async def _observe(self, episode: Episode, text: str, observation: str, length: int) -> bool:
+    async def _observe(self, episode: EnvironmentEpisode, text: str, observation: str, length: int) -> bool:
         """Append an observation; returns False, and appends nothing, if no turn fits after it."""
         said = [*episode.messages, {"role": "assistant", "content": text}]
         seen = [*said, {"role": "user", "content": observation}]
@@ -256,7 +264,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         return bool(said) and said[-1] in ends
 
 
-async def _timed(episode: Episode, game: Game, text: str) -> Step:
+async def _timed(episode: EnvironmentEpisode, game: Game, text: str) -> Step:
     started = time.perf_counter()
     try:
         return await game.step(text)

@@ -21,7 +21,7 @@ from ...agents.output_log import OutputLog
 from ...agents.runners import Policy, Task, reward_of
 from ...errors import AgentFailed
 from ...gateway.claims import ClaimLost, Claims
-from .episode_attempts import current_attempt
+from .episode import current_attempt
 
 
 class ExternalRunner:
@@ -48,7 +48,7 @@ class ExternalRunner:
             self._claims.withdraw(offer)
 
 
-class Address:
+class AddressFile:
     """The file by which runners find the gateway of this process."""
 
     def __init__(self, folder: str) -> None:

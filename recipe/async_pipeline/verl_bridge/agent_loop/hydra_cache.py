@@ -25,8 +25,6 @@ def hydra_with_factories(module: Any, copied: type | None = None) -> Any:
     of the class `copied` are copies of the first one with another `server_manager`: their other arguments
     are equal for all responses of a worker, and nothing else of them changes.
     """
-    if isinstance(module, SimpleNamespace):
-        return module
     factories: dict[int, tuple[Any, Callable[..., Any]]] = {}
 
     def instantiate(config: Any, **arguments: Any) -> Any:
@@ -40,6 +38,13 @@ def hydra_with_factories(module: Any, copied: type | None = None) -> Any:
         return known[1](**arguments)
 
     return SimpleNamespace(utils=SimpleNamespace(instantiate=instantiate))
+
+
+def hydra_of_agent_loops(module: Any) -> Any:
+    """Return the replacement for `hydra` in verl's module of agent loops."""
+    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+    return hydra_with_factories(module, copied=SingleTurnAgentLoop)
 
 
 def copies_of(factory: Callable[..., Any]) -> Callable[..., Any]:

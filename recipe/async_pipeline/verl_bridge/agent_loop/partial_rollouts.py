@@ -19,21 +19,20 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ...core.deadline import within
 from ...core.items import Prompt
+from ...core.token_spans import TokenSpan, pairs_of, spans_of
 
 WRITTEN_S = 5.0
 """Seconds that a server gets to report what it has generated. A timeout only costs repeated work."""
 
 
 class RecordedRequest(NamedTuple):
-    """A request with its output. No field is a tuple or a tensor, so that it can be written to a file as
-    it is.
-    """
+    """A request with its output."""
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None
-    spans: Sequence[Sequence[int]]
-    """Pairs of version and position of its first token in this request."""
+    spans: Sequence[TokenSpan]
+    """Positions count from the first token of this request."""
     stop_reason: str | None
     """None if it was not finished."""
     replica: str = ""
@@ -43,7 +42,7 @@ class RecordedRequest(NamedTuple):
     def finished(self) -> bool:
         return self.stop_reason is not None
 
-    def with_more(self, written: Written, stop_reason: str | None) -> RecordedRequest:
+    def with_more(self, written: WrittenSoFar, stop_reason: str | None) -> RecordedRequest:
         """Return it with what was generated after it. What is unknown of a part is unknown of the
         result.
         """
@@ -52,29 +51,29 @@ class RecordedRequest(NamedTuple):
         return self._replace(
             token_ids=[*self.token_ids, *written.token_ids],
             log_probs=[*(self.log_probs or ()), *(written.log_probs or ())] if known else None,
-            spans=[*self.spans, *([int(version), said + int(at)] for version, at in written.spans)],
+            spans=[*self.spans, *(TokenSpan(version, said + at) for version, at in written.spans)],
             stop_reason=stop_reason,
         )
 
     def output(self) -> TokenOutput:
         """Return it as verl's client returns an output."""
-        versions = [int(version) for version, _ in self.spans]
+        versions = [span.version for span in self.spans]
         stamps = {
             "min_global_steps": min(versions),
             "max_global_steps": max(versions),
             "global_steps": versions[-1],
         }
-        spans = [list(span) for span in self.spans]
         return TokenOutput(
             token_ids=list(self.token_ids),
             log_probs=None if self.log_probs is None else list(self.log_probs),
             stop_reason=self.stop_reason,
-            extra_fields={**stamps, "version_spans": spans, "replica": self.replica},
+            extra_fields={**stamps, "version_spans": pairs_of(self.spans), "replica": self.replica},
         )
 
     def joined(self, output: TokenOutput) -> TokenOutput:
         """Return what was generated before, followed by `output`."""
-        now = Written(output.token_ids, output.log_probs, output.extra_fields.get("version_spans") or ())
+        spans = spans_of(output.extra_fields.get("version_spans") or ())
+        now = WrittenSoFar(output.token_ids, output.log_probs, spans)
         whole = self.with_more(now, output.stop_reason).output()
         fields = {**output.extra_fields, **whole.extra_fields, "replica": output.extra_fields.get("replica")}
         return output.model_copy(
@@ -82,12 +81,12 @@ class RecordedRequest(NamedTuple):
         )
 
 
-class Written(NamedTuple):
+class WrittenSoFar(NamedTuple):
     """What an engine has generated for an open request."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None
-    spans: Sequence[Sequence[int]]
+    spans: Sequence[TokenSpan]
 
 
 class Open(NamedTuple):
@@ -101,7 +100,7 @@ class Open(NamedTuple):
     cannot use a part of the response.
     """
 
-    def with_written(self, written: Written | None) -> RecordedRequest | None:
+    def with_written(self, written: WrittenSoFar | None) -> RecordedRequest | None:
         """Return what was generated so far, or None if it is empty or its log-probs are unknown."""
         if written is None or not written.token_ids or not written.spans:
             return self.before
@@ -127,9 +126,8 @@ class Transcript:
         spans, stopped = output.extra_fields.get("version_spans"), output.stop_reason or "completed"
         if spans and output.routed_experts is None and stopped != "aborted":
             replica = str(output.extra_fields.get("replica") or "")
-            self.said.append(
-                RecordedRequest(list(prompt_ids), output.token_ids, output.log_probs, spans, stopped, replica)
-            )
+            said = (list(prompt_ids), output.token_ids, output.log_probs, spans_of(spans), stopped, replica)
+            self.said.append(RecordedRequest(*said))
 
     def recall(self, prompt_ids: Sequence[int]) -> RecordedRequest | None:
         """Return the recorded request with this prompt, once; None if there was no such request."""
@@ -143,7 +141,7 @@ class Transcript:
         """Forget all requests: the response is generated again from its beginning."""
         self._before, self.said = [], []
 
-    def with_open(self, found: Mapping[str, Written]) -> list[RecordedRequest]:
+    def with_open(self, found: Mapping[str, WrittenSoFar]) -> list[RecordedRequest]:
         """Return all requests, with what engines have generated for open ones. `found`: by the
         engine's name of the request.
         """
@@ -154,7 +152,7 @@ class Transcript:
         return [*self.said, *(part for part in parts if part is not None), *self._before]
 
 
-async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
+async def written_so_far(requests: Sequence[Open]) -> dict[str, WrittenSoFar]:
     """Request from each server, once, what it has generated. A server that is gone or late has nothing."""
     names: dict[Any, list[str]] = {}
     for one in requests:
@@ -172,7 +170,10 @@ async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
     ]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return {
-        name: Written(*one) for answer in answers if isinstance(answer, dict) for name, one in answer.items()
+        name: WrittenSoFar(tokens, log_probs, spans_of(spans))
+        for answer in answers
+        if isinstance(answer, dict)
+        for name, (tokens, log_probs, spans) in answer.items()
     }
 
 
@@ -232,7 +233,7 @@ def tokens_in(sessions: Sequence[Sequence[RecordedRequest]]) -> int:
 def as_plain(transcripts: Mapping[str, Sequence[Sequence[RecordedRequest]]]) -> dict[str, Any]:
     """Convert for a file: lists of numbers by prompt, response, request."""
     return {
-        uid: [[list(said) for said in session] for session in sessions]
+        uid: [[_plain(said) for said in session] for session in sessions]
         for uid, sessions in transcripts.items()
     }
 
@@ -240,9 +241,19 @@ def as_plain(transcripts: Mapping[str, Sequence[Sequence[RecordedRequest]]]) -> 
 def from_plain(plain: Mapping[str, Any]) -> dict[str, list[list[RecordedRequest]]]:
     """Convert back what `as_plain` returned."""
     return {
-        uid: [[RecordedRequest(*said) for said in session] for session in sessions]
+        uid: [[_recorded(said) for said in session] for session in sessions]
         for uid, sessions in plain.items()
     }
+
+
+def _plain(said: RecordedRequest) -> list[Any]:
+    fields = said._asdict()
+    return list({**fields, "spans": pairs_of(said.spans)}.values())
+
+
+def _recorded(plain: Sequence[Any]) -> RecordedRequest:
+    said = RecordedRequest(*plain)
+    return said._replace(spans=spans_of(said.spans))
 
 
 def continued(

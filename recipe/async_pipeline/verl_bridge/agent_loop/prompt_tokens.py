@@ -3,7 +3,7 @@
 
 For each response verl creates the builder that renders chat templates, and uses it in threads: for the
 prompt, which is the same for all responses of a group, and to append the tokens of a turn, which takes less
-time than to wake the thread.
+time than to wake the thread. Agent loops that override the methods of verl's base class keep their own.
 """
 
 from __future__ import annotations
@@ -21,19 +21,6 @@ PROMPTS = 1024
 """Number of prompts whose tokens are remembered."""
 BUILDERS = 16
 """Number of builders that are remembered: one for each configuration of an agent loop."""
-
-
-def install(module: Any) -> None:
-    """Replace the builder and the two methods in verl's module of agent loops, once in a process.
-
-    Agent loops that override the methods keep their own.
-    """
-    base = module.AgentLoopBase
-    if getattr(base.ct_merge_assistant_token, "__module__", "") == __name__:
-        return
-    module.create_continuous_token_builder = created_once(module.create_continuous_token_builder)
-    base.ct_build_initial_tokens = tokenized_once(base.ct_build_initial_tokens)
-    base.ct_merge_assistant_token = merge_assistant_token
 
 
 def created_once(create: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...agents.episodes import REDUNDANT
 from ...core.items import Trajectory
 from ...observe.agent_output import FailedAttempt
-from .version_spans import Turn
+from .version_spans import ResponseTurn
 
 END_S = 10.0
 """Seconds that redundant episodes get to end."""
@@ -43,7 +43,7 @@ class Redundant(NamedTuple):
         return cls(tokens, sum(turns) if turns else None, seconds, trajectories[-1].reward)
 
     @classmethod
-    def cancelled(cls, turns: Sequence[Turn], seconds: float) -> Redundant:
+    def cancelled(cls, turns: Sequence[ResponseTurn], seconds: float) -> Redundant:
         """Return it for an episode that had finished these turns and was in the next one."""
         tokens = turns[-1].prompt_tokens + turns[-1].tokens - turns[0].prompt_tokens if turns else None
         return cls(tokens, len(turns) + 1, seconds)
@@ -54,7 +54,7 @@ class Begun:
 
     def __init__(self) -> None:
         self.since = time.perf_counter()
-        self.turns: Sequence[Turn] = ()
+        self.turns: Sequence[ResponseTurn] = ()
         """Finished turns of the current attempt; the list grows."""
         self.failed: list[FailedAttempt] = []
         """Attempts that failed."""

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray.exceptions import RayTaskError
@@ -15,9 +14,8 @@ from ...errors import BadDataError, RewardError
 from ...redaction import without_secrets
 from ..ray_calls import cause_of
 from ..reward.manager import UNSCORED
-from .version_spans import Turn, writer_of
-
-_flaws: ContextVar[list[Flaw] | None] = ContextVar("flaws of the response of this task", default=None)
+from .episode import current_episode, episode_with
+from .version_spans import ResponseTurn, writer_of
 
 
 class LongPrompt(BadDataError):
@@ -29,13 +27,11 @@ def found_flaws(into: list[Flaw]) -> Iterator[None]:
     """Collect the flaws that are noted inside, by this task and its child tasks. For training, not for
     validation.
     """
-    token = _flaws.set(into)
-    try:
+    with episode_with(flaws=into), suppress(LongPrompt):
         yield
-    except LongPrompt:
-        pass
-    finally:
-        _flaws.reset(token)
+
+
+CutPrompt = Callable[[Any, list[int]], list[int]]
 
 
 class Checks:
@@ -45,35 +41,32 @@ class Checks:
         """`policies`: by kind; `prompt_limit`: tokens of a prompt."""
         self._policies, self._prompt_limit = policies, prompt_limit
 
-    def refuse_long_prompts(self, agent_loop: Any) -> None:
-        """Refuse prompts that are too long, instead of cutting off their beginning as verl does.
+    def refusing_long_prompts(self, cut: CutPrompt) -> CutPrompt:
+        """Return verl's `_cap_text_prompt_length`, but refuse prompts that are too long.
 
-        The beginning holds the instructions. `agent_loop`: verl's base class. Validation keeps verl's
-        behaviour.
+        verl cuts off their beginning, which holds the instructions. Validation keeps verl's behaviour.
         """
-        cut = agent_loop._cap_text_prompt_length
 
         def refuse_or_cut(loop: Any, prompt_ids: list[int]) -> list[int]:
-            flaws = _flaws.get()
+            flaws = current_episode().flaws
             if flaws is not None and len(prompt_ids) > self._prompt_limit:
                 flaws.append(long_prompt(len(prompt_ids), self._prompt_limit))
                 if not self.usable(flaws):
                     raise LongPrompt(str(flaws[-1]))
-            cut_off: list[int] = cut(loop, prompt_ids)
-            return cut_off
+            return cut(loop, prompt_ids)
 
-        agent_loop._cap_text_prompt_length = refuse_or_cut
+        return refuse_or_cut
 
     def usable(self, flaws: Sequence[Flaw]) -> bool:
         """Return whether a group with these flaws is to be trained."""
         return all(self._policies[flaw.kind] == "keep" for flaw in flaws)
 
-    def passes(self, key: str, output: Any, turns: Sequence[Turn]) -> bool:
+    def passes(self, key: str, output: Any, turns: Sequence[ResponseTurn]) -> bool:
         """Return whether verl can store this response and a step can train on it; notes its flaws.
 
         In validation every response passes. `output`: verl's AgentLoopOutput.
         """
-        flaws = _flaws.get()
+        flaws = current_episode().flaws
         if flaws is None:
             return True
         found = flaws_of(

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
+from ...core.token_spans import spans_of
 from ...errors import RequestRefused
-from ...gateway.chains import Answer
+from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said, ToolCall, tool_call
 from ...gateway.sessions import CannotAppend
 from ...gateway.wire import arguments_of
@@ -97,7 +98,7 @@ class SessionPolicy:
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
-    ) -> Answer:
+    ) -> Completion:
         """Have an engine answer. Raises RequestRefused if it refuses, and what the rollout client raises."""
         params = {**self._sampling, "max_tokens": max_tokens}
         if stop:
@@ -114,9 +115,9 @@ class SessionPolicy:
             raise RequestRefused(f"the engine refuses the request: {why}") from error
         self.generate_s += time.perf_counter() - started
         tokens = list(output.token_ids)
-        spans = [(int(version), int(at)) for version, at in output.extra_fields.get("version_spans") or ()]
+        spans = spans_of(output.extra_fields.get("version_spans") or ())
         whole = bool(tokens) and tokens[-1] in self._ends
-        return Answer(tokens, None if output.log_probs is None else list(output.log_probs), spans, whole)
+        return Completion(tokens, None if output.log_probs is None else list(output.log_probs), spans, whole)
 
     async def read(self, token_ids: Sequence[int], tools: Tools, stop: Sequence[str]) -> Said:
         """Return an answer as text and tool calls, parsed as verl's own agent loop parses them."""

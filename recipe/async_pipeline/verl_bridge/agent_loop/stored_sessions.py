@@ -2,48 +2,40 @@
 """Who stores the trajectories of a session that verl's agent loop worker has processed.
 
 verl's method ends by putting them into TransferQueue, one put for each session. The names that it calls for
-that are replaced in its module, for the sessions of `stored_by` only.
+that are replaced in its module (`replaced.py`), for the sessions of `stored_by` only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import transfer_queue
-from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.utils import tensordict_utils
 
-from ..sample_columns import Columns
+from ..sample_columns import SampleColumns
 from ..sample_grouping import joinable
-from .answers import Sample
+from .answers import ResponseSample
+from .episode import Store, current_episode, episode_with
 
-Rows = list[dict[str, Any]]
-Store = Callable[[list[str], Rows, list[dict[str, Any]], str], Awaitable[None]]
-"""Keys, fields and tags of trajectories, and their partition."""
-
-_STORE: ContextVar[Store | None] = ContextVar("who stores the session of this task", default=None)
+FieldRows = list[dict[str, Any]]
 
 
 @contextmanager
 def stored_by(store: Store) -> Iterator[None]:
     """Within, in this task, verl hands the trajectories of a session to `store`."""
-    token = _STORE.set(store)
-    try:
+    with episode_with(store=store):
         yield
-    finally:
-        _STORE.reset(token)
 
 
-async def put(keys: list[str], fields: Rows, tags: list[dict[str, Any]], partition_id: str) -> None:
+async def put(keys: list[str], fields: FieldRows, tags: list[dict[str, Any]], partition_id: str) -> None:
     """Put trajectories into TransferQueue, as verl does."""
     columns = tensordict_utils.list_of_dict_to_tensordict(fields)
     await transfer_queue.async_kv_batch_put(keys=keys, fields=columns, tags=tags, partition_id=partition_id)
 
 
-async def put_group(samples: Sequence[Sample], *, as_rows: bool) -> None:
+async def put_group(samples: Sequence[ResponseSample], *, as_rows: bool) -> None:
     """Put the responses of a group into TransferQueue. `as_rows`: its backend takes rows without a copy."""
     for indices in joinable([one.fields for one in samples]):
         some = [samples[i] for i in indices]
@@ -51,27 +43,21 @@ async def put_group(samples: Sequence[Sample], *, as_rows: bool) -> None:
         tags = [one.trajectory.payload for one in some]
         if as_rows:
             await transfer_queue.async_kv_batch_put(
-                keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id
+                keys=keys, fields=SampleColumns(fields), tags=tags, partition_id=some[0].partition_id
             )
         else:
             await put(keys, fields, tags, some[0].partition_id)
 
 
-def install() -> None:
-    """Replace the two names in verl's module. Idempotent."""
-    agent_loop_tq.tq = _Store()
-    agent_loop_tq.list_of_dict_to_tensordict = _columns_of
-
-
-class _Store:
+class SessionStore:
     """TransferQueue, except that a session may be stored by another."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(transfer_queue, name)
 
     async def async_kv_batch_put(self, *, keys: Any, fields: Any, tags: Any, partition_id: str) -> None:
-        """Store a session. `fields` are rows if another stores it, else columns; see `_columns_of`."""
-        store = _STORE.get()
+        """Store a session. `fields` are rows if another stores it, else columns; see `columns_of`."""
+        store = current_episode().store
         if store is not None:
             await store(keys, fields, tags, partition_id)
         else:
@@ -80,6 +66,9 @@ class _Store:
             )
 
 
-def _columns_of(rows: Rows) -> Any:
+STORE = SessionStore()
+
+
+def columns_of(rows: FieldRows) -> Any:
     """Return the rows if another stores them, else verl's columns."""
-    return rows if _STORE.get() is not None else tensordict_utils.list_of_dict_to_tensordict(rows)
+    return rows if current_episode().store is not None else tensordict_utils.list_of_dict_to_tensordict(rows)

@@ -14,26 +14,15 @@ from typing import Any
 from ...core.deadline import within
 from ...core.threads import in_new_thread
 from ...errors import RolloutError
-from .episode_attempts import current_attempt
+from .episode import current_attempt
 
 CallTool = Callable[..., Awaitable[Any]]
-
-
-def install(tool_agent_loop: Any, function_tool: Any, timeout_s: float | None) -> None:
-    """Replace how verl's class of the agent loop calls its tools, and the class of tools that are functions.
-
-    Does so once in a process. `timeout_s`: seconds for one call, None for no limit.
-    """
-    call = tool_agent_loop._call_tool
-    if getattr(call, "__module__", "") == __name__:
-        return
-    tool_agent_loop._call_tool = limited(call, timeout_s)
-    function_tool.call = call_function
 
 
 def limited(call: CallTool, timeout_s: float | None) -> CallTool:
     """Return verl's `_call_tool`, but with a deadline, after which the episode ends as `deadline`.
 
+    `timeout_s`: seconds for one call, None for no limit.
     Validation has the same deadline; its error is a WaitTimeout. Raises RolloutError if the tool called
     exit(), which in a separate task would end the process of all agent loops.
     """
@@ -50,7 +39,6 @@ def limited(call: CallTool, timeout_s: float | None) -> CallTool:
         except SystemExit as error:
             raise RolloutError(f"the tool {tool_call.name} called exit({error.code})") from error
 
-    call_tool.__module__ = __name__
     return call_tool
 
 

@@ -7,10 +7,10 @@ the first turn's versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from ...core.token_spans import TokenSpan, spans_of
 
 COSTS = ("turns", "prompt_tokens", "tokens", "observation_tokens", "generate_s", "environment_s", "score_s")
 """The measured cost of a response: tokens that the model wrote and that tools returned, and seconds with the
@@ -20,17 +20,15 @@ ROW_SPANS, ROW_TURNS = "row_version_spans", "row_turns"
 """Fields with which an agent loop that returns several responses tells the spans and the turns of each."""
 TURNS = "policy_turns"
 """Field with the number of turns that the policy wrote in a response. verl's `num_turns` counts messages."""
-Span = tuple[int, int]
-"""A version and the position of the first token that it wrote; it wrote until the next span."""
 
 
-class Turn(NamedTuple):
+class ResponseTurn(NamedTuple):
     """One request of a response."""
 
     prompt_tokens: int
     """Tokens of everything before it: the prompt, earlier turns, and tool output."""
-    spans: Sequence[Sequence[int]]
-    """Pairs of version and position of its first token in this turn."""
+    spans: Sequence[TokenSpan]
+    """Positions count from the first token of this turn."""
     replica: str = ""
     """The replica that generated it, if known."""
     tokens: int = 0
@@ -41,74 +39,44 @@ class Turn(NamedTuple):
     """When it was requested, by `time.perf_counter`."""
 
 
-_turns: ContextVar[list[Turn] | None] = ContextVar("turns of the response of this task", default=None)
-
-
-@contextmanager
-def kept_turns() -> Iterator[list[Turn]]:
-    """Collect the turns that are taken inside, by this task and its child tasks."""
-    turns: list[Turn] = []
-    token = _turns.set(turns)
-    try:
-        yield turns
-    finally:
-        _turns.reset(token)
-
-
-def taken_turns() -> list[Turn]:
-    """Return the turns so far; empty outside of `kept_turns`."""
-    return list(_turns.get() or ())
-
-
-def take_turn(
-    prompt_tokens: int,
-    spans: Sequence[Sequence[int]] | None,
-    replica: str = "",
-    tokens: int = 0,
-    seconds: float = 0.0,
-    began: float = 0.0,
-) -> None:
-    """Record the output of a request. An output without versions is not recorded."""
-    turns = _turns.get()
-    if turns is not None and spans:
-        turns.append(Turn(prompt_tokens, spans, replica, tokens, seconds, began))
-
-
-def writer_of(turns: Sequence[Turn], prompt_tokens: int, position: int) -> str:
+def writer_of(turns: Sequence[ResponseTurn], prompt_tokens: int, position: int) -> str:
     """Describe the writer of the token at a position in the response, as far as the turns tell."""
     found = ""
     for turn in turns:
         for version, start in turn.spans:
-            if turn.prompt_tokens - prompt_tokens + int(start) <= position or not found:
+            if turn.prompt_tokens - prompt_tokens + start <= position or not found:
                 found = f"{turn.replica or 'a replica'} with version {version}"
     return found
 
 
-def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:
+def merged(turns: Sequence[ResponseTurn], prompt_tokens: int) -> list[TokenSpan]:
     """Return the spans by position in the response, for a response whose prompt has `prompt_tokens`.
 
     At least one span for each turn, even where the version did not change.
     """
     return [
-        (int(version), turn.prompt_tokens - prompt_tokens + int(start))
+        TokenSpan(version, turn.prompt_tokens - prompt_tokens + start)
         for turn in turns
         for version, start in turn.spans
     ]
 
 
-def fields_of(turns: Sequence[Turn], prompt_tokens: int, row_spans: Sequence[Span] | None) -> dict[str, Any]:
+def fields_of(
+    turns: Sequence[ResponseTurn], prompt_tokens: int, row_spans: Sequence[TokenSpan] | None
+) -> dict[str, Any]:
     """Return the versions of a response as verl's extra fields; empty if none are known.
 
     `row_spans`: of this response, if the agent loop knows them; else all turns are this response's.
     """
-    spans = merged(turns, prompt_tokens) if row_spans is None else list(row_spans)
+    spans: Sequence[TokenSpan] = merged(turns, prompt_tokens) if row_spans is None else spans_of(row_spans)
     if not spans:
         return {}
-    versions = [version for version, _ in spans]
-    return {"min_global_steps": min(versions), "max_global_steps": max(versions), "version_spans": spans}
+    versions = [span.version for span in spans]
+    pairs = [tuple(span) for span in spans]
+    return {"min_global_steps": min(versions), "max_global_steps": max(versions), "version_spans": pairs}
 
 
-def add_fields(outputs: Sequence[Any], turns: Sequence[Turn]) -> None:
+def add_fields(outputs: Sequence[Any], turns: Sequence[ResponseTurn]) -> None:
     """Add versions and turns to verl's extra fields of the responses of an episode with these turns.
 
     Where an agent loop returns several responses, and does not say which turns are in which, their versions
@@ -126,7 +94,7 @@ def add_fields(outputs: Sequence[Any], turns: Sequence[Turn]) -> None:
         one.extra_fields.update(found)
 
 
-def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
+def costs_of(turns: Sequence[ResponseTurn], seconds: float) -> dict[str, float]:
     """Return all of `COSTS` but `score_s`. `seconds`: from the start of the response until it was ready
     to be scored.
     """
@@ -147,7 +115,7 @@ def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
 
 
 def waits_of(
-    turns: Sequence[Turn], began: float, ended: float, excused_s: float = 0.0
+    turns: Sequence[ResponseTurn], began: float, ended: float, excused_s: float = 0.0
 ) -> tuple[float, float]:
     """Return for how many seconds an episode waited for the policy, and for anything else.
 
@@ -161,7 +129,7 @@ def waits_of(
     return model_s, max(0.0, ended - began - model_s - excused_s)
 
 
-def times_of(turns: Sequence[Turn], began: float) -> list[list[float]]:
+def times_of(turns: Sequence[ResponseTurn], began: float) -> list[list[float]]:
     """Return start and seconds of each turn of a response that began then; empty for a single turn."""
     if len(turns) < 2:
         return []

@@ -8,37 +8,40 @@ import copy
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from ray.exceptions import RayTaskError
-from verl.experimental.agent_loop import agent_loop
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-from verl.tools.function_tool import FunctionTool
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from ...agents.episodes import EpisodeRules
 from ...core.bad_data import Flaw
 from ...errors import RolloutError
+from .. import replaced
 from ..control_calls import CONTROL, GIVE_UP, ControlCalls, control
 from ..direct_calls import Address, DirectCalls
 from ..garbage import freeze_present_objects
-from ..reward.worker import PlainCaller, Response
-from ..rollout.router import ADMITTED
+from ..reward.responses import Response
+from ..reward.worker import PlainCaller
 from ..run_config import knobs_of
 from ..sample_store import count_cores_once
 from . import (
     agent_session_loop,
     diffusion_loop,
     environment_loop,
-    prompt_tokens,
     stored_sessions,
-    tool_calls,
 )
-from .answers import Answered, Sample, counted, details_of, divided, slowest_turns, trajectory_of
-from .episode_attempts import Episodes, current_attempt
-from .hydra_cache import hydra_with_factories
+from .answers import (
+    Answered,
+    GroupInProgress,
+    ResponseSample,
+    counted,
+    details_of,
+    divided,
+    slowest_turns,
+    trajectory_of,
+)
+from .episode import change_episode, current_attempt, current_episode, episode_with, kept_turns, taken_turns
+from .episode_attempts import Episodes
 from .partial_rollouts import (
     COLUMN,
     RecordedRequest,
@@ -50,16 +53,10 @@ from .partial_rollouts import (
 from .redundancy import Begun, Redundant, first_sound
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
 from .validation import OpenPrompts
-from .version_spans import add_fields, costs_of, kept_turns, taken_turns, times_of, waits_of
+from .version_spans import add_fields, costs_of, times_of, waits_of
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
-_VALIDATING: ContextVar[bool] = ContextVar("validating", default=False)
-"""Whether this task validates; verl's scoring does not pass that on."""
-_BEGUN: ContextVar[float] = ContextVar("when the response of this task began")
-_TIMES: ContextVar[Sequence[Sequence[float]]] = ContextVar("when the turns of this response were", default=())
-_WAITS: ContextVar[tuple[float, float] | None] = ContextVar("what this response waited for", default=None)
-_COST: ContextVar[dict[str, float]] = ContextVar("what the response has cost so far")
 GIVE_UP_S = 10.0
 """Seconds that a worker gets to end the responses of a group."""
 
@@ -70,10 +67,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
     reward_loop_worker_handles: list[Any] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # verl resolves the class of the agent loop, and merges its config, for each response.
-        agent_loop.hydra = hydra_with_factories(agent_loop.hydra, copied=SingleTurnAgentLoop)
-        prompt_tokens.install(agent_loop)
-        stored_sessions.install()
+        replaced.apply("agent loops")
         super().__init__(*args, **kwargs)
         count_cores_once()
         if self.reward_loop_worker_handles is not None:
@@ -83,13 +77,13 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         knobs = knobs_of(self.config)
         policies = knobs.faults.bad_data.by_kind(knobs.reward.failure)
         self._checks = Checks(policies, self.rollout_config.prompt_length)
-        self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
+        replaced.apply("long prompts", refuse=self._checks.refusing_long_prompts)
         agentic = knobs.agentic
         rules = EpisodeRules.of(agentic.attempts, agentic.ends)
         self._episodes = Episodes(
             rules, agentic.episode_timeout_s, agentic.failure_reward, agentic.turn_timeout_s
         )
-        tool_calls.install(ToolAgentLoop, FunctionTool, agentic.tool_timeout_s)
+        replaced.apply("tools", timeout_s=agentic.tool_timeout_s)
         self._redundancy = agentic.redundancy
         self._scores = Scores(knobs.reward.failure, float(knobs.reward.default))
         # Read for each response, for which a config is too slow.
@@ -97,15 +91,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._saves = self.config.trainer.save_freq > 0
         self._sampling = sampling_of(self.config.actor_rollout_ref.rollout)
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
-        self._groups: dict[str, asyncio.Future[Answered]] = {}
-        self._finished: dict[str, list[Sample]] = {}
-        self._answering: dict[str, asyncio.Task[Any]] = {}
-        self._given_up: set[str] = set()
-        """Groups that were given up before their first response began."""
-        self._storing: set[str] = set()
-        """Complete groups on their way into the sample store, which are no longer given up."""
-        self._transcripts: dict[str, list[Transcript]] = {}
-        """Transcripts of the prompts in generation, response by response."""
+        self._groups: dict[str, GroupInProgress] = {}
+        """By uid, in training; validation runs as in verl."""
         self._validated = OpenPrompts()
         self._direct = DirectCalls(run_group=self.run_group)
         freeze_present_objects()
@@ -128,10 +115,9 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         repeated; see `episode_attempts`.
         """
         self.serve_control_calls()
-        ADMITTED.set(admitted)
+        change_episode(admitted=admitted)
         uid = str(prompt["uid"])
-        self._groups[uid] = asyncio.get_running_loop().create_future()
-        self._finished[uid] = []
+        group = self._groups[uid] = GroupInProgress()
         # As verl's `generate_sequences` does for a batch of prompts, whose columns take longer to separate
         # than all of this.
         row = {"agent_name": self.rollout_config.agent.default_agent_loop, **prompt}
@@ -142,29 +128,24 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
         try:
-            return await asyncio.shield(self._groups[uid])
+            return await asyncio.shield(group.answered)
         except asyncio.CancelledError:
             # The caller is gone.
             task.cancel()
             raise
         finally:
-            del self._groups[uid], self._finished[uid]
-            self._given_up.discard(uid)
+            del self._groups[uid]
 
     @control(CONTROL)
     async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
         """Return what was generated so far for all prompts in generation; see `partial_rollouts`."""
-        open_ = [
-            one
-            for written in self._transcripts.values()
-            for transcript in written
-            for one in transcript.open.values()
-        ]
+
+        def written() -> dict[str, list[Transcript]]:
+            return {uid: group.transcripts for uid, group in self._groups.items() if group.transcripts}
+
+        open_ = [one for of_group in written().values() for each in of_group for one in each.open.values()]
         found = await written_so_far(open_)
-        return {
-            uid: [transcript.with_open(found) for transcript in written]
-            for uid, written in self._transcripts.items()
-        }
+        return {uid: [each.with_open(found) for each in of_group] for uid, of_group in written().items()}
 
     @control(GIVE_UP)
     async def give_up(self, uid: str) -> None:
@@ -174,14 +155,16 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         `run_group` tells whether the group was stored: a group whose storing has begun is stored and
         returned whole; otherwise nothing of it is in the sample store.
         """
-        task = self._answering.get(uid)
-        if task is None and uid in self._groups:
-            self._given_up.add(uid)
-        if task is not None:
-            if uid not in self._storing:
-                task.cancel()
-            # A task that does not end by then is abandoned, and so is its caller.
-            await asyncio.wait([task], timeout=GIVE_UP_S)
+        group = self._groups.get(uid)
+        if group is None:
+            return
+        if group.task is None:
+            group.is_given_up = True
+            return
+        if not group.is_stored:
+            group.task.cancel()
+        # A task that does not end by then is abandoned, and so is its caller.
+        await asyncio.wait([group.task], timeout=GIVE_UP_S)
 
     @control(CONTROL)
     async def close(self) -> None:
@@ -196,32 +179,33 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         trajectory: dict[str, Any],
         trace: bool = False,
     ) -> None:
-        waiting = self._groups.get(prompt["uid"])
-        if waiting is None:  # validation runs as in verl
+        group = self._groups.get(prompt["uid"])
+        if group is None:  # validation runs as in verl
             with self._validated.answering(prompt["uid"]):
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
-        uid = prompt["uid"]
-        if uid in self._given_up:
-            waiting.set_result(Answered([], [], []))
+        if group.is_given_up:
+            group.answered.set_result(Answered([], [], []))
             return
-        task = asyncio.current_task()
-        assert task is not None
-        self._answering[uid] = task
+        group.task = asyncio.current_task()
         try:
-            waiting.set_result(await self._answer(prompt, sampling_params, trajectory, trace))
+            group.answered.set_result(await self._answer(group, prompt, sampling_params, trajectory, trace))
         except asyncio.CancelledError:
-            waiting.set_result(Answered([], [], []))
+            group.answered.set_result(Answered([], [], []))
         except Exception as error:  # noqa: BLE001 - handed to the caller as it is
-            waiting.set_exception(error)
+            group.answered.set_exception(error)
         finally:
-            del self._answering[uid]
-            self._transcripts.pop(uid, None)
+            group.task, group.transcripts = None, []
 
     async def _answer(
-        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool
+        self,
+        group: GroupInProgress,
+        prompt: dict[str, Any],
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        trace: bool,
     ) -> Answered:
-        uid = prompt["uid"]
+        """Generate the responses of a group, and store them if it is to be trained."""
         n = prompt.pop("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
@@ -229,7 +213,10 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         begun = n + self._redundancy
         flaws: list[list[Flaw]] = [[] for _ in range(begun)]
         episodes = [Begun() for _ in range(begun)]
-        transcripts = self._begin_transcripts(uid, begun, prompt.pop(COLUMN, ()))
+        before: Sequence[Sequence[RecordedRequest]] = prompt.pop(COLUMN, ())
+        if self._saves or before:
+            group.transcripts = [Transcript(before[i] if i < len(before) else ()) for i in range(begun)]
+        transcripts: Sequence[Transcript | None] = group.transcripts or [None] * begun
         sessions = [
             asyncio.create_task(
                 self._session(
@@ -245,25 +232,22 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             )
             for i in range(begun)
         ]
-        chosen = await self._settled(uid, sessions, n, lambda i: self._checks.usable(flaws[i]))
-        group, redundant = self._finished[uid], list[Redundant]()
+        chosen = await self._settled(prompt["uid"], sessions, n, lambda i: self._checks.usable(flaws[i]))
+        samples, redundant = group.finished, list[Redundant]()
         if len(chosen) < begun:
-            group, redundant = divided(group, chosen, episodes)
+            samples, redundant = divided(samples, chosen, episodes)
             flaws = [flaws[i] for i in chosen]
-        found = flaws_together(n, flaws, [one.fields for one in group])
+        found = flaws_together(n, flaws, [one.fields for one in samples])
         if self._checks.usable(found):
-            self._storing.add(uid)
-            try:
-                await self._store_group(group)
-            finally:
-                self._storing.discard(uid)
-        details = [details_of(one) for one in group]
-        trajectories = [one.trajectory for one in group]
-        counts = counted(group, (one.replayed for one in transcripts if one is not None))
-        took_ms = [took for one in group for took in one.took_ms]
+            group.is_stored = True
+            await self._store_group(samples)
+        details = [details_of(one) for one in samples]
+        trajectories = [one.trajectory for one in samples]
+        counts = counted(samples, (one.replayed for one in transcripts if one is not None))
+        took_ms = [took for one in samples for took in one.took_ms]
         failed = [attempt for one in episodes for attempt in one.failed]
         return Answered(
-            trajectories, details, found, redundant, slowest_turns(group), counts, took_ms, failed
+            trajectories, details, found, redundant, slowest_turns(samples), counts, took_ms, failed
         )
 
     async def _settled(
@@ -290,7 +274,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
 
         A response without a score gets the default or ends the run, as `reward.failure` says.
         """
-        if not self._scores_at_once and not _VALIDATING.get():
+        if not self._scores_at_once and not current_episode().validates:
             return
         why = ""
         try:
@@ -311,15 +295,6 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         last.extra_fields["reward_extra_info"] = result["reward_extra_info"]
         last.metrics.compute_score = time.perf_counter() - begun
 
-    def _begin_transcripts(
-        self, uid: str, n: int, before: Sequence[Sequence[RecordedRequest]]
-    ) -> list[Transcript] | list[None]:
-        """Return a transcript for each response. Only runs that make or resume from checkpoints need them."""
-        if not self._saves and not before:
-            return [None] * n
-        made = self._transcripts[uid] = [Transcript(before[i] if i < len(before) else ()) for i in range(n)]
-        return made
-
     async def _session(
         self, flaws: list[Flaw], transcript: Transcript | None, episode: Begun, *args: Any, **kwargs: Any
     ) -> None:
@@ -335,8 +310,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 flaws.clear()
                 if transcript is not None:
                     transcript.forget()
-            _BEGUN.set(time.perf_counter())
-            _COST.set({})
+            change_episode(began=time.perf_counter(), cost={})
             with kept_turns() as episode.turns, found_flaws(flaws):
                 await worker._run_agent_loop(*args, **kwargs)
 
@@ -354,19 +328,17 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         names = [f"{kwargs['uid']}_{kwargs['session_id']}_{i}" for i in range(len(outputs))]
         if not all([self._checks.passes(name, one, turns) for name, one in zip(names, outputs, strict=True)]):
             return
-        ended, cost = time.perf_counter(), _COST.get(None)
+        ended, episode = time.perf_counter(), current_episode()
+        cost = episode.cost
         if cost is not None:
-            cost.update(costs_of(turns, ended - _BEGUN.get()))
-            _TIMES.set(times_of(turns, _BEGUN.get()))
+            cost.update(costs_of(turns, ended - episode.began))
+            change_episode(times=times_of(turns, episode.began))
             if attempt is not None and turns:
-                _WAITS.set(waits_of(turns, _BEGUN.get(), ended, attempt.waited_s))
-        token = _VALIDATING.set(validate)
-        diffusion_loop.take_columns(outputs)
-        try:
+                change_episode(waits=waits_of(turns, episode.began, ended, attempt.waited_s))
+        with episode_with(validates=validate):
+            diffusion_loop.take_columns(outputs)
             with stored_sessions.stored_by(self._store_trajectories):
                 await super()._agent_loop_postprocess(output, validate, **kwargs)
-        finally:
-            _VALIDATING.reset(token)
         if cost is not None:
             cost["score_s"] = time.perf_counter() - ended
 
@@ -377,24 +349,26 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         each session.
         """
         diffusion_loop.add_columns(fields)
-        group, attempt = self._finished.get(fields[0]["uid"]), current_attempt()
+        group, episode = self._groups.get(fields[0]["uid"]), current_episode()
+        attempt = episode.attempt
         if group is None and attempt is not None:
             raise RolloutError(f"group {fields[0]['uid']} was given up before {keys[0]} was finished")
         if group is None:
             await stored_sessions.put(keys, fields, tags, partition_id)
         else:
             assert attempt is not None, "training repeats episodes"
-            group += [
-                Sample(
-                    trajectory_of(key, values, tag, attempt, _WAITS.get()),
+            group.finished += [
+                ResponseSample(
+                    trajectory_of(key, values, tag, attempt, episode.waits),
                     values,
                     partition_id,
-                    _COST.get(),
-                    _TIMES.get(),
+                    episode.cost or {},
+                    episode.times,
                 )
                 for key, values, tag in zip(keys, fields, tags, strict=True)
             ]
-            group[-1] = group[-1]._replace(counts=attempt.counts, took_ms=attempt.took_ms)
+            last = group.finished.pop()
+            group.finished.append(last._replace(counts=attempt.counts, took_ms=attempt.took_ms))
 
-    async def _store_group(self, group: list[Sample]) -> None:
+    async def _store_group(self, group: list[ResponseSample]) -> None:
         await stored_sessions.put_group(group, as_rows=self._stores_rows)

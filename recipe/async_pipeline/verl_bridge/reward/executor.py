@@ -51,7 +51,7 @@ LISTS = {
 
 
 @dataclass(frozen=True)
-class Function:
+class FunctionLocation:
     """The location of a reward function, as in verl's `reward.custom_reward_function`."""
 
     path: str
@@ -82,7 +82,7 @@ class Limits:
 class RewardGuard:
     """Scores responses within limits."""
 
-    def __init__(self, function: Function, limits: Limits) -> None:
+    def __init__(self, function: FunctionLocation, limits: Limits) -> None:
         self._function, self._limits = function, limits
         self._is_async = inspect.iscoroutinefunction(function.load())
         self._slots = asyncio.Semaphore(limits.concurrency)

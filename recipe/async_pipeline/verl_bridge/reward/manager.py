@@ -11,7 +11,7 @@ from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
 from ...errors import RewardError
 from ..run_config import knobs_of, runtime_of
-from .executor import Function, Limits, RewardGuard
+from .executor import FunctionLocation, Limits, RewardGuard
 
 UNSCORED = "unscored"
 """Key in the extra fields of a reward: the reason why a response has no score, or an empty string."""
@@ -33,7 +33,9 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
 
         assert isinstance(kwargs, dict)
         self._guard = RewardGuard(
-            Function(str(described.path), str(described.name), {str(k): v for k, v in kwargs.items()}),
+            FunctionLocation(
+                str(described.path), str(described.name), {str(k): v for k, v in kwargs.items()}
+            ),
             Limits(
                 timeout_s=knobs.timeout_s,
                 attempts=knobs.attempts,

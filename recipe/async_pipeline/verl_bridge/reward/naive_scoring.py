@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 
-if TYPE_CHECKING:
-    from .worker import Response
+from .responses import Response
 
 SHORT = 1024
 """Tokens that are decoded on the event loop, in less time than a thread takes to start."""
-Scorer = Callable[["Response"], Awaitable[dict[str, Any]]]
+Scorer = Callable[[Response], Awaitable[dict[str, Any]]]
 
 
 def scorer_of(manager: Any) -> Scorer | None:

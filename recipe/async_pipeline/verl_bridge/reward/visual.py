@@ -12,7 +12,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
@@ -20,9 +20,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from ...errors import RewardError
 from ..rollout.diffusers.fields import PICTURE
 from .naive_scoring import arguments_of, result_of
-
-if TYPE_CHECKING:
-    from .worker import Response
+from .responses import Response
 
 
 class VisualRewardManager(RewardManagerBase):  # type: ignore[misc]

@@ -8,91 +8,17 @@ worker makes the DataProto. Responses with images are sent as arrays of the Data
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable
+from typing import Any
 
-import numpy as np
-import torch
-from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
 from ..direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
 from .executor import only_errors
 from .naive_scoring import Scorer, scorer_of
+from .responses import PlainData, Response
 from .visual import VisualRewardManager
-
-
-class Plain(NamedTuple):
-    """A DataProto as arrays, without `meta_info`; all dtypes must exist in numpy."""
-
-    tensors: Mapping[str, np.ndarray[Any, Any]]
-    others: Mapping[str, np.ndarray[Any, Any]]
-
-    @classmethod
-    def of(cls, data: DataProto) -> Plain:
-        """Return the arrays of a DataProto, which share its memory."""
-        return cls({name: tensor.numpy() for name, tensor in data.batch.items()}, data.non_tensor_batch)
-
-    def data(self) -> DataProto:
-        """Return the DataProto with copied tensors, because arrays that Ray unpacks are read-only."""
-        tensors = {name: torch.tensor(array) for name, array in self.tensors.items()}
-        rows = len(next(iter(tensors.values())))
-        return DataProto(batch=TensorDict(tensors, batch_size=rows), non_tensor_batch=dict(self.others))
-
-
-class Response(NamedTuple):
-    """One response of a model without images, as verl's agent loop has it."""
-
-    prompts: list[Sequence[int]]
-    """Tokens before the response, for each output of the agent loop."""
-    responses: list[Sequence[int]]
-    num_turns: list[int]
-    extra_fields: list[dict[str, Any]]
-    row: dict[str, Any]
-    """The row of the prompt."""
-
-    @classmethod
-    def of(cls, outputs: Sequence[Any], row: Mapping[str, Any]) -> Response:
-        """Return the response with these `AgentLoopOutput`s."""
-        return cls(
-            [one.prompt_ids for one in outputs],
-            [one.response_ids for one in outputs],
-            [one.num_turns for one in outputs],
-            [one.extra_fields for one in outputs],
-            # torch takes a millisecond to pickle a tensor.
-            {name: one.numpy() if isinstance(one, torch.Tensor) else one for name, one in row.items()},
-        )
-
-    def data(self) -> DataProto:
-        """Return the DataProto that verl's `AgentLoopWorker._compute_score` makes."""
-        rows = len(self.prompts)
-        whole = [_tokens([*a, *b]) for a, b in zip(self.prompts, self.responses, strict=True)]
-        tensors = {
-            "prompts": _padded([_tokens(one) for one in self.prompts]),
-            "responses": _padded([_tokens(one) for one in self.responses]),
-            "attention_mask": _padded([torch.ones_like(one) for one in whole]),
-            "input_ids": _padded(whole),
-            "position_ids": _padded([torch.arange(len(one)) for one in whole]),
-        }
-        others = {
-            **{name: np.array([value] * rows) for name, value in self.row.items()},
-            "__num_turns__": np.array(self.num_turns),
-            "tool_extra_fields": np.array(self.extra_fields, dtype=object),
-            "prompt_len": np.array([len(one) for one in self.prompts]),
-            "response_len": np.array([len(one) for one in self.responses]),
-        }
-        return DataProto(batch=TensorDict(tensors, batch_size=rows), non_tensor_batch=others)
-
-
-def _tokens(ids: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
-    if len(rows) == 1:
-        return rows[0].unsqueeze(0)
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
 
 
 class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
@@ -113,7 +39,7 @@ class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
         else:
             self._scorer = None if by_model else scorer_of(manager)
 
-    async def compute_plain(self, answer: Plain | Response) -> dict[str, Any]:
+    async def compute_plain(self, answer: PlainData | Response) -> dict[str, Any]:
         """Score one response, as verl's `compute_score` does."""
         if self._scorer is not None and isinstance(answer, Response) and len(answer.responses) == 1:
             return await self._scorer(answer)
@@ -138,9 +64,9 @@ class PlainCaller:
 
     def remote(self, data: DataProto) -> Awaitable[dict[str, Any]]:
         """Request the score of one response."""
-        return self.score(Plain.of(data))
+        return self.score(PlainData.of(data))
 
-    async def score(self, answer: Plain | Response) -> dict[str, Any]:
+    async def score(self, answer: PlainData | Response) -> dict[str, Any]:
         """Return the score of one response."""
         try:
             result: dict[str, Any] = await self._direct.call("compute_plain", answer)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager
-from verl.trainer.ppo.v1 import trainer_base
 
 from ..restartable_actors import restartable
 from .worker import PlainRewardLoopWorker
@@ -16,8 +15,3 @@ class PipelineRewardLoopManager(RewardLoopManager):  # type: ignore[misc]
     def _init_reward_loop_workers(self) -> None:
         self.reward_loop_workers_class = restartable(PlainRewardLoopWorker)
         super()._init_reward_loop_workers()
-
-
-def install() -> None:
-    """Replace the manager that verl's trainer creates; the trainer looks it up by this name only."""
-    trainer_base.RewardLoopManager = PipelineRewardLoopManager

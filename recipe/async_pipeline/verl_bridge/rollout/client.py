@@ -20,13 +20,12 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ...core.deadline import within
 from ...errors import VersionNotServed, WaitTimeout
-from ..agent_loop.episode_attempts import current_attempt
+from ..agent_loop.episode import current_attempt, current_episode, take_turn, taken_turns
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
-from ..agent_loop.version_spans import take_turn, taken_turns
 from ..direct_calls import ConnectionLost, DirectActors
 from ..ray_calls import ASK_S, cause_of
 from ..run_config import ReadOnce, open_requests_of
-from .router import ADMITTED, Router, servers_of
+from .router import Router, servers_of
 
 logger = logging.getLogger(__name__)
 REFRESH_S = 1.0
@@ -82,7 +81,7 @@ class PipelineLLMClient(LLMServerClient):
         """
         started, attempt = time.perf_counter(), current_attempt()
         if self._sessions_reuse and (turns := taken_turns()):
-            kwargs["session"] = int(turns[0].spans[0][0])
+            kwargs["session"] = turns[0].spans[0].version
         answering = (
             self._ask(request_id, **kwargs)
             if transcript is None
@@ -146,7 +145,7 @@ class PipelineLLMClient(LLMServerClient):
 
     async def _ask(self, request_id: str, **kwargs: Any) -> TokenOutput:
         deaths = 0
-        if (admitted := ADMITTED.get()) is not None:
+        if (admitted := current_episode().admitted) is not None:
             kwargs["admitted"] = admitted
         try:
             while True:

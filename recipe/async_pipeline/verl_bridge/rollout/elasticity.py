@@ -13,7 +13,7 @@ from ...core.deadline import within
 from ...errors import WeightSyncError
 from ...observe import replica_requests
 from ...observe.summary import write_atomically
-from ...weight_sync.keeper import in_words
+from ...weight_sync.keeper import describe_error
 from ...weight_sync.registry import ConsumerState
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Elasticity:
                     if self._settings.max_replicas and looks % round(GROW_EVERY_S / LOOK_EVERY_S) == 0:
                         await self._grow()
                 except Exception as error:  # noqa: BLE001  a run does not end because it cannot grow
-                    self._report(in_words(error))
+                    self._report(describe_error(error))
         finally:
             replica_requests.close_folder(self._folder)
 

@@ -19,7 +19,7 @@ from ...core.deadline import all_of
 from ...core.items import LoadReport, Publication
 from ...errors import WeightSyncError
 from ...weight_sync.fleet import Fleet
-from ...weight_sync.manifest import Ticket
+from ...weight_sync.manifest import WeightTicket
 from ...weight_sync.versioned_engine import LoadMode
 from ..direct_calls import ConnectionLost, DirectCaller
 from ..host_memory_service import HostMemories, MemoryServices
@@ -40,7 +40,7 @@ class ReplicaConsumer:
         self._stages = True
         """False once a staging has failed: it would fail again, also after a restart."""
 
-    async def prepare(self, ticket: Ticket) -> None:
+    async def prepare(self, ticket: WeightTicket) -> None:
         stage = self._pool.how.stage if self._stages else "host"
         arguments = (self._pool.memories_for(ticket), self._pool.load_timeout_s, stage)
         (error,) = await self._call(self._first, "prepare_version", ticket, *arguments)
@@ -212,7 +212,7 @@ class RolloutPool:
         """Note the Ray nodes of a copy of the policy, which loads versions like the replicas."""
         self._copies[name] = nodes
 
-    def memories_for(self, ticket: Ticket) -> HostMemories:
+    def memories_for(self, ticket: WeightTicket) -> HostMemories:
         """Return the memory services of all hosts with consumers, from which each consumer gets a version."""
         nodes = [one.nodes for one in self._consumers()] + list(self._copies.values())
         return self._memory.on(
@@ -233,7 +233,7 @@ class RolloutPool:
         """Return the version that each serving replica serves, by name; a fenced replica is not listed."""
         return self.fleet.versions
 
-    async def publish(self, ticket: Ticket) -> Publication:
+    async def publish(self, ticket: WeightTicket) -> Publication:
         """Have every replica check, load and verify a version; return when all working replicas serve it.
 
         Raises the last replica's error, or WaitTimeout naming the replica that did not respond, if none

@@ -15,16 +15,13 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 from cachetools import LRUCache
 
-ADMITTED: ContextVar[int | None] = ContextVar("version with which the group of this task began", default=None)
-"""A replica that serves an older version refuses the requests of the group; None for validation."""
 REMEMBERED = 10_000
 """Number of requests whose replica is remembered for later turns."""
-Place = tuple[str, Any]
+NamedReplica = tuple[str, Any]
 """Name and handle of a replica."""
 
 
@@ -43,9 +40,9 @@ class Router:
         self._servers: Mapping[str, Any] = {}
         self._open: Counter[str] = Counter()
         self._of_request: LRUCache[str, str] = LRUCache(REMEMBERED)
-        self._begun: dict[asyncio.Future[Place | None], str] = {}
+        self._begun: dict[asyncio.Future[NamedReplica | None], str] = {}
         """Waiting requests that had a replica before."""
-        self._new: dict[asyncio.Future[Place | None], str] = {}
+        self._new: dict[asyncio.Future[NamedReplica | None], str] = {}
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -70,7 +67,7 @@ class Router:
         """Remove a replica; `update` may add it again."""
         self.update({name: handle for name, handle in self._servers.items() if name != server})
 
-    async def acquire(self, request_id: str) -> Place | None:
+    async def acquire(self, request_id: str) -> NamedReplica | None:
         """Return name and handle of the replica for the next turn of a request, or None if there are
         none.
 
@@ -83,7 +80,7 @@ class Router:
         if (place := self._place(request_id)) is not None:
             return place
 
-        granted: asyncio.Future[Place | None] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[NamedReplica | None] = asyncio.get_running_loop().create_future()
         queue = self._begun if request_id in self._of_request else self._new
         queue[granted] = request_id
         try:
@@ -103,7 +100,7 @@ class Router:
             self._open[server] -= 1
         self._wake()
 
-    def _place(self, request_id: str) -> Place | None:
+    def _place(self, request_id: str) -> NamedReplica | None:
         """Count a turn as begun and return its replica, or None if no replica has room."""
         server = self._of_request.get(request_id)
         if server is None or server not in self._servers or self._open[server] >= self._share:

@@ -35,7 +35,7 @@ EXPERT_NAMES = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"))
 
 Shard = str | int | tuple[int, ...]
 """The name or number of one part of a fused tensor, or the numbers of several consecutive parts."""
-Slot = tuple[str, str, int, str]
+ExpertSlot = tuple[str, str, int, str]
 """Of an engine's table of experts: the parameter, the published name, the expert, and which matrix it is."""
 
 
@@ -47,7 +47,7 @@ class Target(NamedTuple):
     """Which part of a fused tensor, or None if it is the whole. Several parts have the same values."""
 
 
-class Part(NamedTuple):
+class FusedPart(NamedTuple):
     """One part of a fused tensor, along the axis that is sharded."""
 
     published: int
@@ -72,7 +72,7 @@ class Layers(NamedTuple):
 class Experts(NamedTuple):
     """How an engine keeps the experts of a layer, which have their matrices in `w13_*` and `w2_*`."""
 
-    table: Callable[[Any], Sequence[Slot]]
+    table: Callable[[Any], Sequence[ExpertSlot]]
     """The place of each expert's matrix in a layer."""
     rank_and_size: Callable[[Any], tuple[int, int]]
     """The rank of a layer, and the number of ranks that share one expert."""
@@ -303,28 +303,28 @@ def rank_and_size(layer: Any) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank_in_group, group.world_size)
 
 
-def parts_of(module: Any, layers: Layers) -> dict[str | int, Part]:
+def parts_of(module: Any, layers: Layers) -> dict[str | int, FusedPart]:
     """Return the parts of a column-parallel layer, in their order."""
     size = rank_and_size(module)[1]
     if isinstance(module, layers.qkv):
         replicas = module.num_kv_head_replicas
         return {
-            "q": Part(module.total_num_heads * module.head_size, module.num_heads * module.head_size, 1),
-            "k": Part(
+            "q": FusedPart(module.total_num_heads * module.head_size, module.num_heads * module.head_size, 1),
+            "k": FusedPart(
                 module.total_num_kv_heads * module.head_size, module.num_kv_heads * module.head_size, replicas
             ),
-            "v": Part(
+            "v": FusedPart(
                 module.total_num_kv_heads * module.v_head_size,
                 module.num_kv_heads * module.v_head_size,
                 replicas,
             ),
         }
     sizes = module.output_sizes if isinstance(module, layers.merged) else [module.output_size]
-    return {index: Part(rows, rows // size, 1) for index, rows in enumerate(sizes)}
+    return {index: FusedPart(rows, rows // size, 1) for index, rows in enumerate(sizes)}
 
 
 def _parts(
-    parts: Mapping[str | int, Part],
+    parts: Mapping[str | int, FusedPart],
     rank: int,
     target: Target,
     shape: tuple[int, ...],

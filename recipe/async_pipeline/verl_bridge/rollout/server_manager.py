@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import ray
 from omegaconf import DictConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_resource_name
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
@@ -149,13 +148,6 @@ class ColocatedLoadBalancer(LLMServerManager):
                 full_determinism=bool(settings.get("full_determinism")),
             )
         )
-
-    @classmethod
-    def use(cls) -> None:
-        """Install this class: verl's trainer looks its manager up by this name and offers no setting for
-        it.
-        """
-        trainer_base.LLMServerManager = cls
 
 
 def _devices_by_node() -> list[int]:

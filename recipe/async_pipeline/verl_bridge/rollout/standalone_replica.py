@@ -20,7 +20,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from .bounded_replica import BoundedReplica
 from .device_holder import DeviceReservation, ReservedDevice
-from .versioned_server import Member
+from .versioned_server import FurtherServer
 
 SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool into two shares: one is reserved, one is for its helpers."""
@@ -139,7 +139,9 @@ class StandaloneReplica(BoundedReplica):
         first, *others = self.servers
         if others:
             places = await asyncio.gather(*[server.place.remote() for server in others])
-            await first.join.remote([Member(s, *place) for s, place in zip(others, places, strict=True)])
+            await first.join.remote(
+                [FurtherServer(s, *place) for s, place in zip(others, places, strict=True)]
+            )
         self._processes = await asyncio.gather(*[server.processes.remote() for server in self.servers])
 
     async def end(self) -> None:

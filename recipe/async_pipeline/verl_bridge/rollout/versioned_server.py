@@ -23,7 +23,7 @@ from ...core.staleness import check_served
 from ...errors import StagingError, WaitTimeout, WeightSyncError
 from ...weight_sync.busy_time import OpenTime
 from ...weight_sync.host_slots import Reader, this_process
-from ...weight_sync.manifest import Manifest, Ticket, encode, over_nodes
+from ...weight_sync.manifest import Manifest, WeightTicket, encode, over_nodes
 from ...weight_sync.preparation import Preparation
 from ...weight_sync.staging import await_staged
 from ...weight_sync.versioned_engine import Loaded, LoadMode, Salts, VersionedEngine, recorded_spans
@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
     """Why it is not on the devices although it was to be staged there; empty if it is."""
 
 
-class Member(NamedTuple):
+class FurtherServer(NamedTuple):
     """A further server of a replica over several nodes, for the first one, which has the engine."""
 
     server: Any
@@ -83,7 +83,7 @@ class VersionedServer(ControlCalls):
     """The served version, under verl's name."""
     _versioned: VersionedEngine[Any, Any]
     """To be set when the engine has started."""
-    _members: Sequence[Member] = ()
+    _members: Sequence[FurtherServer] = ()
     """The further servers of the replica, in the order of their nodes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -134,13 +134,13 @@ class VersionedServer(ControlCalls):
         return ray.get_runtime_context().get_node_id(), self._reader
 
     @control(CONTROL)
-    async def join(self, members: Sequence[Member]) -> None:
+    async def join(self, members: Sequence[FurtherServer]) -> None:
         """Take the further servers of this replica, in the order of their nodes."""
         self._members = members
 
     @control(LOAD)
     async def prepare_version(
-        self, offered: Ticket, memories: HostMemories, timeout_s: float, stage: str
+        self, offered: WeightTicket, memories: HostMemories, timeout_s: float, stage: str
     ) -> str:
         """Fetch, check and stage one version, while the engine generates with the one before.
 
@@ -181,7 +181,7 @@ class VersionedServer(ControlCalls):
             return self._report
 
     async def _prepare(
-        self, offered: Ticket, memories: HostMemories, timeout_s: float, stage: str
+        self, offered: WeightTicket, memories: HostMemories, timeout_s: float, stage: str
     ) -> Prepared:
         started = time.perf_counter()
         manifest = encode(await self._fetch(offered, memories, timeout_s))
@@ -201,7 +201,7 @@ class VersionedServer(ControlCalls):
             staging_error=staging_error,
         )
 
-    async def _fetch(self, offered: Ticket, memories: HostMemories, timeout_s: float) -> Manifest:
+    async def _fetch(self, offered: WeightTicket, memories: HostMemories, timeout_s: float) -> Manifest:
         """Have a version brought into the memory of every node of this replica."""
         return over_nodes(
             await asyncio.gather(

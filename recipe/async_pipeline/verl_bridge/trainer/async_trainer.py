@@ -22,7 +22,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -35,46 +36,63 @@ from ...config.scheduling import schedule_of
 from ...core.bad_data import BadData
 from ...core.deadline import all_of
 from ...core.degradation import Caution, Change
-from ...core.flow import GRAPH, AsyncTrainingFlow
+from ...core.diagnosis import diagnose
+from ...core.flow import AsyncTrainingFlow
 from ...core.flow_state import FlowState
-from ...core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
+from ...core.graph import GRAPH
+from ...core.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch
 from ...core.recall import Recall
 from ...core.schedule import Schedule
-from ...errors import PatchedVerlRequired
-from ...observe.observers import Observers
+from ...core.wait_graph import Wait, waits_of
+from ...observe.agent_output import FOLDER, AgentOutputFolder
+from ...observe.event_file import EventFile
+from ...observe.observers import ACCOUNT, LOST, OVERLAP, SELECTION, Observers
+from ...observe.overlap import OverlapMeter
 from ...observe.step_account import StepAccountant
 from ...observe.summary import RunRecorder, write_atomically
+from ...observe.table import closing, header
 from ...observe.trace import leave_trace
+from ...observe.watchdog import Watchdog
 from ...patching.patched_tree import require_known
 from ...patching.verl_source import find_verl_root
 from ...redaction import redacted
-from ...weight_sync.manifest import Ticket as WeightTicket
+from ...stages.custom import insert_custom_stages
+from ...weight_sync.manifest import WeightTicket
 from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
-from .. import plugin
+from .. import replaced
 from ..agent_loop import template_check
 from ..agent_loop.manager import PushAgentLoopManager
+from ..diffusers_rules import draws_images
+from ..garbage import present_objects_frozen
 from ..interrupts import until_cancelled
-from ..reward import worker_manager
+from ..plugin_state import require_loaded
+from ..rollout.elasticity import Elasticity
 from ..rollout.replica_pool import RolloutPool
-from ..rollout.server_manager import ColocatedLoadBalancer
+from ..rollout.server_manager import room_by_node
 from ..run_config import knobs_of, runtime_of
 from ..sample_store import count_cores_once
-from . import checkpoint_contents, composition
+from . import checkpoint_contents
 from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups
-from .checkpointing import load_models, load_reference
-from .generation import PARTITION
+from .checkpointing import Checkpointing, load_models, load_reference
+from .generation import PARTITION, Generation
+from .insight_spans import InsightStates
+from .insight_spans import is_enabled as is_insight_enabled
+from .kept_pictures import KeptPictures
 from .log_probs import LogProbs
 from .prompt_source import PromptSource
+from .ray_metrics import RayGauges
 from .run_folder import RunFolder, speed_settings
-from .run_loop import run_flow
 from .sample_metrics import SampleMeters
 from .startup import Startup
-from .terminal import say
+from .step_report import StepReport
+from .terminal import echo, say
 from .validation_buffer import ValidationBuffer
 from .verl_stages import VerlStages
 from .weight_publisher import WeightPublisher
 
+KEPT_RECORDS = 10_000
+"""Number of events kept in memory; `events.jsonl` has all of them."""
 CLOSE_S = 5.0
 """Seconds for the workers to unlink their shared memory at the end."""
 TRACE_S = 60.0
@@ -98,12 +116,10 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         """Raises PatchedVerlRequired if verl in this process lacks the plugin or is not the pinned one."""
-        if not plugin.is_loaded():
-            raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
+        require_loaded()
         require_known(find_verl_root())
-        worker_manager.install()
+        replaced.apply("trainer")
         count_cores_once()
-        ColocatedLoadBalancer.use()
         super().__init__(config)
 
         self.knobs, self.runtime = knobs_of(config), runtime_of(config)
@@ -228,7 +244,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         """Train until the last step. Raises the first error of any stage, after writing the summary."""
         self.open_run(agent_loop_manager)
         try:
-            asyncio.run(until_cancelled(run_flow(self)))
+            asyncio.run(until_cancelled(self._run()))
         finally:
             # Also after a failure, but without waiting for a worker that may be stuck.
             trace = self.calls.submit(leave_trace, self.folder.path, say)
@@ -236,6 +252,64 @@ class AsyncPipelineTrainer(PPOTrainer):
             wait([trace], timeout=TRACE_S)
             self.calls.close()
         self._shutdown_dump_executor()
+
+    async def _run(self) -> None:
+        """Train until the last step. Raises the first error of any stage, after writing the summary."""
+        folder, knobs, schedule = self.folder, self.knobs, self.schedule
+        observers = self.observers
+        flow = self._flow = AsyncTrainingFlow(
+            trainer=self,
+            enable_async_rl=True,
+            keep_records=KEPT_RECORDS,
+            startup_s=lambda: max(0.0, time.time() - self.runtime.started_unix),
+            guard=observers.subscriber,
+        )
+
+        insert_custom_stages(flow.graph, knobs.custom_stages)
+        overlap = OverlapMeter()
+        flow.log.subscribe(overlap, name=OVERLAP)
+        flow.log.subscribe(self.accounts, name=ACCOUNT)
+        if is_insight_enabled():
+            flow.log.subscribe(InsightStates(self.calls.submit), name="the spans of RL-Insight")
+        flow.fates.subscribe(self.prompts.settled)
+        flow.fates.subscribe(observers.guard(SELECTION, self.meters.settled, lost=LOST[SELECTION]))
+
+        watchdog = Watchdog(folder.path / "diagnosis.txt", stalled_after_s=knobs.faults.loop_stall_s, say=say)
+
+        def expired(wait: Wait) -> str:
+            diagnosis = diagnose(flow, wait)
+            watchdog.tell(diagnosis)
+            return diagnosis.cause
+
+        waits_of().on_expiry = expired
+        failure: BaseException | None = None
+        with _events_of(folder.path, observers) as events, folder.ledger as ledger, watchdog:
+            flow.log.subscribe(events, name="events.jsonl")
+            flow.ledger.subscribe(ledger)
+            steps = f"{schedule.first_step}..{schedule.last_step}"
+            say(f"{knobs.strategy}, max_lag {schedule.max_lag}, steps {steps}")
+            echo(header())
+            self.report.begin()
+            try:
+                with present_objects_frozen():
+                    await flow.run()
+                await self.calls(ledger.sync)
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                await self.report.close()
+                await self.agent_loop_manager.close()
+                await self.rollout_pool.close()
+                overlap_s = overlap.seconds if observers.is_on(OVERLAP) else None
+                summary = self.recorder.summarize(flow.result(), overlap_s, time.time(), failure)
+                summary |= observers.value(ACCOUNT, self.accounts.summary, lost=LOST[ACCOUNT]) or {}
+                if observers.off:
+                    summary["observers_off"] = dict(observers.off)
+                summary["bad_data"] = self.bad_data.summary()
+                write_atomically(folder.path / "summary.json", summary)
+                for line in closing(summary):
+                    echo(line)
 
     def open_run(self, agent_loop_manager: PushAgentLoopManager) -> None:
         """Open the run's folder and trackers, and create the parts that work on prompts and steps."""
@@ -263,10 +337,108 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.folder.repeat_rows(self.logger)
 
         self.accounts = StepAccountant()
-        self.generation = composition.generation(self, agent_loop_manager)
-        self.report = composition.step_report(self)
-        self.checkpointing = composition.checkpointing(self, agent_loop_manager)
-        self.elasticity = composition.elasticity(self)
+        self.generation = self._new_generation(agent_loop_manager)
+        self.report = self._new_report()
+        self.checkpointing = self._new_checkpointing(agent_loop_manager)
+        self.elasticity = self._new_elasticity()
+
+    # Its parts.
+
+    def _new_generation(self, manager: PushAgentLoopManager) -> Generation:
+        """Return the part that generates groups through the agent loops of `manager`."""
+        return Generation(
+            manager=manager,
+            prompts=self.prompts,
+            calls=self.calls,
+            stages=self.stages,
+            meters=self.meters,
+            bad_data=self.bad_data,
+            knobs=self.knobs,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+            filter_metric=self._resolve_filter_groups_metric(),
+            reward_workers=lambda: self.reward_loop_manager.reward_loop_workers,
+            served=lambda: self.publisher.served,
+            note=lambda event, **fields: self._note("generate", event, **fields),
+            keep_output=self.observers.guard(
+                "the output of agents",
+                AgentOutputFolder(self.folder.path).add,
+                lost=f"without further files in {FOLDER}/",
+            ),
+        )
+
+    def _new_report(self) -> StepReport:
+        """Return the part that finishes steps. The trackers of the run must be open."""
+        return StepReport(
+            schedule=self.schedule,
+            calls=self.calls,
+            stages=self.stages,
+            publisher=self.publisher,
+            meters=self.meters,
+            bad_data=self.bad_data,
+            accounts=self.accounts,
+            observers=self.observers,
+            recorder=self.recorder,
+            gauges=RayGauges(self.config.trainer.experiment_name),
+            logger=self.logger,
+            steps_per_epoch=self.steps_per_epoch,
+            rollout_data_dir=self.config.trainer.get("rollout_data_dir"),
+            pictures=self._new_pictures(),
+        )
+
+    def _new_pictures(self) -> KeptPictures | None:
+        """Return what keeps pictures of each step, or None if the policy draws none or none are kept."""
+        count = self.knobs.diffusion.kept_pictures
+        return KeptPictures(self.folder.path, count) if count and draws_images(self.config) else None
+
+    def _devices_of_a_replica(self) -> int:
+        """Return the number of devices of one rollout replica."""
+        return int(self.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+
+    def _new_elasticity(self) -> Elasticity:
+        """Return the part that adds and removes replicas during the run."""
+        devices = self._devices_of_a_replica()
+        node = int(self.config.actor_rollout_ref.rollout.n_gpus_per_node)
+        return Elasticity(
+            self.rollout_pool,
+            self.folder.path,
+            self.knobs.fleet,
+            say,
+            self.calls,
+            nodes=partial(room_by_node, min(devices, node)),
+            nodes_of_a_replica=-(-devices // node),
+        )
+
+    def _new_checkpointing(self, manager: PushAgentLoopManager) -> Checkpointing:
+        """Return the part that writes checkpoints."""
+
+        def on_save(step: int, folder: str) -> None:
+            self.checkpoint_callback.on_save(
+                trainer=self.stages.at(step), global_step=step, checkpoint_dir=folder, async_save=False
+            )
+
+        critic: Any | None = self.critic_wg if self.use_critic else None
+        return Checkpointing(
+            run=self.runtime.run,
+            identity=self.runtime.identity,
+            config=self.config.trainer,
+            schedule=self.schedule,
+            calls=self.calls,
+            stages=self.stages,
+            actor_group=self.actor_rollout_wg,
+            critic_group=critic,
+            copies=self.log_probs.copies,
+            prompts=self.prompts,
+            manager=manager,
+            bad_data=self.bad_data,
+            recorder=self.recorder,
+            ledger=self.folder.ledger,
+            partition=PARTITION,
+            rejects=self.generation.rejects,
+            on_save=on_save,
+            stall_s=self.knobs.faults.checkpoint_stall_s,
+        )
+
+    # What the parts report.
 
     def _note(self, stage: str, event: str, **fields: Any) -> None:
         self._flow.log.append(stage, event, **fields)
@@ -279,7 +451,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         """Note the devices of the pool for generation after a replica has joined or left."""
         pool = self.placement.pool_of("generate")
         assert pool is not None
-        devices = replicas * composition.devices_of_a_replica(self)
+        devices = replicas * self._devices_of_a_replica()
         self._note("param_update", "RESIZED", pool=pool.name, devices=devices)
 
     # PipelineTrainer: facts and decisions.
@@ -322,12 +494,12 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     # PipelineTrainer: work.
 
-    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
-        return await self.generation.draw(ticket)
+    async def draw_prompts(self, admission: Admission) -> PromptBatch:
+        return await self.generation.draw(admission)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         """Return the prompts, with the partial responses of the earlier process in their payload."""
-        return self.prompts.found(uids)
+        return self.prompts.find(uids)
 
     async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
         return await self.generation.generate(prompt, recall)
@@ -398,3 +570,14 @@ class AsyncPipelineTrainer(PPOTrainer):
         seconds = time.perf_counter() - started
         await self.report.log_validation(version, metrics, seconds)
         return seconds
+
+
+def _events_of(folder: Path, observers: Observers) -> EventFile:
+    """Open the file of the run's events, which is an observer: unlike the ledger, the run does without it."""
+    name = "events.jsonl"
+    return EventFile(
+        folder / name,
+        on_failure=lambda error: observers.failed(
+            name, error, lost="without later events, a trace, a report"
+        ),
+    )

@@ -10,13 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from verl.trainer.ppo.v1 import trainer_base
 from verl.utils import seqlen_balancing
-
-
-def install() -> None:
-    """Replace the function that verl's trainer calls; it looks the function up by this name only."""
-    trainer_base.get_seqlen_balanced_partitions = balanced_partitions
 
 
 def balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:

@@ -15,9 +15,9 @@ import xxhash
 from transfer_queue import KVBatchMeta
 
 from ...config.schema import AsyncPipelineConfig
-from ...core.bad_data import BadData, Verdict
+from ...core.bad_data import BadData, GroupVerdict
 from ...core.deadline import within
-from ...core.items import Group, Prompt, PromptBatch, StepBatch, Ticket, Trajectory
+from ...core.items import Admission, Group, Prompt, PromptBatch, StepBatch, Trajectory
 from ...core.recall import Recall
 from ...errors import RolloutError
 from ...observe.agent_output import FailedAttempt
@@ -79,12 +79,14 @@ class Generation:
         finally:
             self._allowed.set()
 
-    async def draw(self, ticket: Ticket) -> PromptBatch:
-        """Return the next prompts of the dataset; the ticket has their number."""
-        while self._prompts.lacks(ticket.prompts):
+    async def draw(self, admission: Admission) -> PromptBatch:
+        """Return the next prompts of the dataset; the admission has their number."""
+        while self._prompts.lacks(admission.prompts):
             self._prompts.add(await self._calls(self._prompts.draw))
         return PromptBatch(
-            step=ticket.step, prompts=self._prompts.deal(ticket.prompts), admitted_version=ticket.version
+            step=admission.step,
+            prompts=self._prompts.deal(admission.prompts),
+            admitted_version=admission.version,
         )
 
     async def generate(self, prompt: Prompt, recall: Recall) -> Group | None:
@@ -216,7 +218,7 @@ def _identity(prompt: Prompt) -> str:
 def _group(
     prompt: Prompt,
     trajectories: tuple[Trajectory, ...],
-    verdict: Verdict | None,
+    verdict: GroupVerdict | None,
     columns: Sequence[Sequence[str]] = (),
 ) -> Group:
     flaw, again = verdict or ("", False)

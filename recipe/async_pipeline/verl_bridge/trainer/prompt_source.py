@@ -24,7 +24,7 @@ from ...errors import CheckpointError
 from ..agent_loop.partial_rollouts import RecordedRequest, resumed_in, with_resumed, without_resumed
 
 
-class Place(NamedTuple):
+class PromptPosition(NamedTuple):
     """The place of a prompt in the dataset."""
 
     batch: int
@@ -49,7 +49,7 @@ class PromptSourceState(msgspec.Struct, frozen=True, kw_only=True):
     before: int
     drawn: int
     """Number of drawn batches."""
-    places: Mapping[str, Place]
+    places: Mapping[str, PromptPosition]
     """Uid to the place of each prompt that is not trained."""
     undealt: Sequence[str]
     in_flight: Sequence[str]
@@ -63,7 +63,7 @@ class PromptSource:
         self._next_batch, self._loader = next_batch, loader
         self._drawn = 0
         self._undealt: deque[Prompt] = deque()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, PromptPosition] = {}
         self._states: dict[int, Any] = {0: None}
         """Dataloader states after each batch with a remaining prompt, and after the one before the oldest."""
         self._found: dict[str, Prompt] = {}
@@ -89,7 +89,7 @@ class PromptSource:
         self._drawn = drawn.number
         for number, row in enumerate(drawn.rows):
             uid = str(row["uid"])
-            self._places[uid] = Place(drawn.number, number, drawn.fingerprints[number])
+            self._places[uid] = PromptPosition(drawn.number, number, drawn.fingerprints[number])
             self._undealt.append(Prompt(uid=uid, step=drawn.number, payload=row))
 
         self._states[drawn.number] = drawn.loader
@@ -100,7 +100,7 @@ class PromptSource:
         """Return the next prompts in the order of the dataset."""
         return tuple(self._undealt.popleft() for _ in range(prompts))
 
-    def place(self, uid: str) -> Place:
+    def place(self, uid: str) -> PromptPosition:
         """Return the place of a prompt without a fate; places sort in the order of the dataset."""
         return self._places[uid]
 
@@ -157,7 +157,7 @@ class PromptSource:
         self._undealt = deque(prompts[uid] for uid in state.undealt)
         self._found = {uid: with_resumed(prompts[uid], responses.get(uid, ())) for uid in state.in_flight}
 
-    def found(self, uids: Sequence[str]) -> list[Prompt]:
+    def find(self, uids: Sequence[str]) -> list[Prompt]:
         """Return prompts that were in flight in the earlier process, by uid."""
         return [self._found[uid] for uid in uids]
 

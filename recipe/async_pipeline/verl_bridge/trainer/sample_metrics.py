@@ -20,7 +20,7 @@ from ...observe.precision import PrecisionCheck
 from ..agent_loop.redundancy import Redundant
 from ..diffusers_rules import draws_images
 
-SELECTION: Mapping[Fate, selection_bias.Fate] = {
+SELECTION: Mapping[Fate, selection_bias.ResponseFate] = {
     "trained": "trained",
     "filtered": "filtered",
     "expired": "dropped",
@@ -91,7 +91,7 @@ class SampleMeters:
         """Return metrics of recent samples, and a warning if the trained ones are a biased selection."""
         return self._selection.metrics(), self._selection.warning()
 
-    def _record(self, fate: selection_bias.Fate, trajectories: Iterable[Trajectory]) -> None:
+    def _record(self, fate: selection_bias.ResponseFate, trajectories: Iterable[Trajectory]) -> None:
         for one in trajectories:
             self._selection.record(
                 fate, tokens=one.num_tokens, turns=one.turns, seconds=one.seconds, reward=one.reward

@@ -12,14 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.trainer.ppo.core_algos import AdvantageEstimator
-from verl.trainer.ppo.v1 import trainer_base, utils
+from verl.trainer.ppo.v1 import utils
 
 MASK, RESULTS = "response_mask", ("advantages", "returns")
-
-
-def install() -> None:
-    """Replace the function that verl's trainer calls; it looks the function up by this name only."""
-    trainer_base.compute_advantage_for_multi_trajectories = advantages
 
 
 def advantages(data: Any, batch_keys: Sequence[str], adv_estimator: Any, **options: Any) -> Any:

@@ -13,7 +13,6 @@ from transfer_queue import KVBatchMeta
 
 from ...core.items import StepBatch
 from ..sample_columns import trained_columns
-from . import balancing, session_advantages
 from .calls import BlockingCalls
 from .kl_control import KlControl
 
@@ -29,8 +28,6 @@ class VerlStages:
     def __init__(self, trainer: Any, calls: BlockingCalls) -> None:
         self._trainer, self._calls = trainer, calls
         self._kl: KlControl | None = None
-        balancing.install()
-        session_advantages.install()
 
     def start(self, step: int) -> None:
         """Take the state after `step` from the trainer. Call this after loading a checkpoint."""

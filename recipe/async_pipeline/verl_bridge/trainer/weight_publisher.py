@@ -9,7 +9,7 @@ from typing import Any
 from ...core.items import Publication
 from ...errors import WeightSyncError
 from ...observe.wording import map_coverage
-from ...weight_sync.manifest import Ticket, joined
+from ...weight_sync.manifest import WeightTicket, joined
 from ..rollout.replica_pool import RolloutPool
 from ..workers.policy_copy import PolicyCopy
 from .calls import BlockingCalls
@@ -37,7 +37,7 @@ class WeightPublisher:
     ) -> None:
         self.rollout_pool = rollout_pool
         self._actor_group, self._calls, self._load_timeout_s = actor_group, calls, load_timeout_s
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, WeightTicket] = {}
         self._last: Publication | None = None
 
     @property
@@ -45,7 +45,7 @@ class WeightPublisher:
         """The newest version that every replica of the rotation serves; -1 before the first."""
         return -1 if self._last is None else self._last.version
 
-    async def gather(self, version: int) -> Ticket:
+    async def gather(self, version: int) -> WeightTicket:
         """Copy the weights into an arena; the training devices are free afterwards.
 
         Waits for: slow replicas that read the version whose arena is overwritten. Raises WeightSyncError if
@@ -54,14 +54,14 @@ class WeightPublisher:
         newest = max(self._tickets, default=version)
         await self.rollout_pool.retire(newest - 1)
         tickets = await self._calls(self._actor_group.gather_weights, version)
-        shares: list[Ticket] = [ticket for ticket in tickets if ticket is not None]
+        shares: list[WeightTicket] = [ticket for ticket in tickets if ticket is not None]
         if not shares:
             raise WeightSyncError(f"no training rank returned a ticket of version {version}")
         ticket = joined(shares)
         self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: ticket}
         return ticket
 
-    async def publish(self, ticket: Ticket) -> Publication:
+    async def publish(self, ticket: WeightTicket) -> Publication:
         """Make every replica load and verify a version."""
         before = None if self._last is None else self._last.explained_share
         self._last = done = await self.rollout_pool.publish(ticket)

@@ -18,8 +18,8 @@ from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig
 
 from ...diffusion.model_folder import ModelFolder
-from ...diffusion.schedule import Schedule
-from ...diffusion.sde import Kind, check_noise
+from ...diffusion.schedule import NoiseSchedule
+from ...diffusion.sde import SdeKind, check_noise
 from ...diffusion.windows import Windows, windows
 from ...errors import ConfigError
 
@@ -36,7 +36,7 @@ class Denoising:
     num_inference_steps: int = 10
     height: int = 512
     width: int = 512
-    sde_type: Kind = "sde"
+    sde_type: SdeKind = "sde"
     noise_level: float = 0.7
     sde_window_size: int | None = None
     """SDE steps of a sample; None for all but the last."""
@@ -123,15 +123,15 @@ class DiffusionModelConfig(HFModelConfig):  # type: ignore[misc]
         return ModelFolder(self.path)
 
     @cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> NoiseSchedule:
         return self._schedule(self.denoising.num_inference_steps)
 
     @cached_property
-    def validation_schedule(self) -> Schedule:
+    def validation_schedule(self) -> NoiseSchedule:
         how = self.denoising
         return self._schedule(how.validation_steps or how.num_inference_steps)
 
-    def _schedule(self, num_steps: int) -> Schedule:
+    def _schedule(self, num_steps: int) -> NoiseSchedule:
         return self.folder.schedule(num_steps, self.denoising.height, self.denoising.width)
 
     @property

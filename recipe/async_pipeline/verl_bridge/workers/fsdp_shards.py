@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, derive_dtensor_placement
 
 from ...errors import WeightSyncError
-from ...weight_sync.arena import Part
+from ...weight_sync.arena import HeldBlock
 from ...weight_sync.ranks import T
 from .shards import Assembled, Held
 
@@ -120,17 +120,17 @@ def described(config: Any) -> str:
     )
 
 
-def part_of(name: str, weight: torch.Tensor, *, replicated: bool = False) -> Part:
+def part_of(name: str, weight: torch.Tensor, *, replicated: bool = False) -> HeldBlock:
     """Return the block of a tensor that this rank writes or, if `replicated`, that it holds."""
     shape = tuple(weight.shape)
     if not isinstance(weight, DTensor):
         # The value is the same on all ranks, so the owner of the memory writes it.
         mine = replicated or not dist.is_initialized() or dist.get_rank() == 0
-        return Part(name, shape, weight.dtype, (0,) * weight.dim(), weight.detach() if mine else None)
+        return HeldBlock(name, shape, weight.dtype, (0,) * weight.dim(), weight.detach() if mine else None)
     offset, contributes = _block(shape, weight.device_mesh, tuple(weight.placements))
     with torch.no_grad():
         local = weight.to_local()
-    return Part(name, shape, weight.dtype, offset, local if contributes or replicated else None)
+    return HeldBlock(name, shape, weight.dtype, offset, local if contributes or replicated else None)
 
 
 @cache
@@ -142,7 +142,7 @@ def _block(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tu
     return (0,) * len(shape), mesh.get_coordinate() is not None and not any(mesh.get_coordinate())
 
 
-def unfused(part: Part, model_type: str) -> Iterator[Part]:
+def unfused(part: HeldBlock, model_type: str) -> Iterator[HeldBlock]:
     """Split fused experts: transformers keeps a layer's experts in one tensor, engines load each by
     itself.
 
@@ -160,11 +160,11 @@ def unfused(part: Part, model_type: str) -> Iterator[Part]:
     height = rows // len(names)
     for expert in range(experts):
         for index, name in enumerate(names):
-            nothing = Part(f"{base}.{expert}.{name}.weight", (height, columns), part.dtype, (0, 0), None)
+            nothing = HeldBlock(f"{base}.{expert}.{name}.weight", (height, columns), part.dtype, (0, 0), None)
             yield _rows_of_expert(part, expert, index * height, nothing)
 
 
-def _rows_of_expert(part: Part, expert: int, first_row: int, whole: Part) -> Part:
+def _rows_of_expert(part: HeldBlock, expert: int, first_row: int, whole: HeldBlock) -> HeldBlock:
     """Return the share of `whole`, which begins at `first_row` of an expert, in a part of the fused
     tensor.
     """

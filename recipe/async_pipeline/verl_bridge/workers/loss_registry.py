@@ -23,8 +23,8 @@ from ...config.rollout_correction import POLICY_LOSS, check_loss_parameters
 from ...errors import ConfigError
 from . import losses
 
-Metrics = dict[str, float]
-Computed = tuple[losses.TokenLosses, Mapping[str, torch.Tensor]]
+LossMetrics = dict[str, float]
+LossesAndMetrics = tuple[losses.TokenLosses, Mapping[str, torch.Tensor]]
 """The losses, and further values to average over the tokens, by metric name."""
 
 
@@ -74,10 +74,10 @@ def ppo_loss_with_scores(
     return loss, metrics
 
 
-def _registered(name: str) -> Callable[[Callable[..., Computed]], Callable[..., Computed]]:
+def _registered(name: str) -> Callable[[Callable[..., LossesAndMetrics]], Callable[..., LossesAndMetrics]]:
     """Give a token loss verl's signature, aggregation and metrics."""
 
-    def register(compute: Callable[..., Computed]) -> Callable[..., Computed]:
+    def register(compute: Callable[..., LossesAndMetrics]) -> Callable[..., LossesAndMetrics]:
         @register_policy_loss(name)
         def policy_loss(
             old_log_prob: torch.Tensor,
@@ -87,7 +87,7 @@ def _registered(name: str) -> Callable[[Callable[..., Computed]], Callable[..., 
             loss_agg_mode: str = "token-mean",
             config: Any = None,
             rollout_is_weights: torch.Tensor | None = None,
-        ) -> tuple[torch.Tensor, Metrics]:
+        ) -> tuple[torch.Tensor, LossMetrics]:
             tokens, extra = compute(
                 _parameters(config),
                 log_prob=log_prob,
@@ -112,12 +112,12 @@ def _registered(name: str) -> Callable[[Callable[..., Computed]], Callable[..., 
 
 
 @_registered("tis")
-def _tis(own: OffPolicyLossConfig, **tensors: torch.Tensor) -> Computed:
+def _tis(own: OffPolicyLossConfig, **tensors: torch.Tensor) -> LossesAndMetrics:
     return losses.tis(lower=own.tis_lower_bound, upper=own.tis_upper_bound, **tensors), {}
 
 
 @_registered("topr")
-def _topr(own: OffPolicyLossConfig, **tensors: torch.Tensor) -> Computed:
+def _topr(own: OffPolicyLossConfig, **tensors: torch.Tensor) -> LossesAndMetrics:
     positive = tensors["advantages"] > 0
     if own.topr_split == "score":
         positive = _positive_answers().expand_as(positive)
@@ -140,7 +140,7 @@ def policy_gradient(
     loss_agg_mode: str = "token-mean",
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[torch.Tensor, LossMetrics]:
     """verl's `gpg`, -A log pi with gradient -A, plus metrics of the distance to the old policy."""
     loss, metrics = compute_policy_loss_gpg(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
@@ -164,6 +164,6 @@ def _positive_answers() -> torch.Tensor:
     return positive
 
 
-def _means(of_tokens: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Metrics:
+def _means(of_tokens: Mapping[str, torch.Tensor], mask: torch.Tensor) -> LossMetrics:
     # Metric names must contain neither "max" nor "min": verl would not average them over micro-batches.
     return {f"actor/{name}": masked_mean(values, mask).detach().item() for name, values in of_tokens.items()}

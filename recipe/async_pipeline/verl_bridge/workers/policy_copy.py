@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ProofError, WeightSyncError
-from ...weight_sync.manifest import Ticket
+from ...weight_sync.manifest import WeightTicket
 from ..host_memory_service import HostMemories
 
 
@@ -23,7 +23,7 @@ class PolicyCopy:
         """None: the initial weights of the run."""
         self.role = role
 
-    def load(self, ticket: Ticket, memories: HostMemories, timeout_s: float) -> None:
+    def load(self, ticket: WeightTicket, memories: HostMemories, timeout_s: float) -> None:
         """Load and verify a version on all ranks. Blocks.
 
         Raises WeightSyncError or ProofError; it is then unknown which weights the ranks hold.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...weight_sync.arena import Part
+from ...weight_sync.arena import HeldBlock
 
 ENGINES: Mapping[str, str] = {
     "fsdp": ".fsdp_shards",
@@ -25,7 +25,7 @@ ENGINES: Mapping[str, str] = {
 class Held(NamedTuple):
     """The parts that this rank publishes."""
 
-    parts: list[Part]
+    parts: list[HeldBlock]
     adapter: str | None
     """Set if the parts are of a LoRA adapter; see `Manifest`."""
 

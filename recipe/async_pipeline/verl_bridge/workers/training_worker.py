@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
@@ -26,8 +25,9 @@ from ...core.deadline import within
 from ...errors import WeightSyncError
 from ...weight_sync.arena import ArenaReader
 from ...weight_sync.host_slots import Reader, this_process
-from ...weight_sync.manifest import Manifest, Ticket
-from ...weight_sync.shard_load import Loaded, load_parts, prove_parts, require_same_adapter
+from ...weight_sync.manifest import Manifest, WeightTicket
+from ...weight_sync.shard_load import RankLoad, load_parts, prove_parts, require_same_adapter
+from .. import replaced
 from ..cpu_platform import is_cpu
 from ..host_memory_service import HostMemories
 from ..sample_store import count_cores_once
@@ -44,14 +44,13 @@ them.
 """
 
 
-def offload_without_pinning() -> None:
-    """Disable verl's pinned memory for a forward-only FSDP2 model; it requires an accelerator."""
-    policy = transformer_impl.CPUOffloadPolicy
-    transformer_impl.CPUOffloadPolicy = lambda pin_memory=True: policy(pin_memory=False)
+def without_pinned_memory(policy: Any) -> Any:
+    """Return FSDP2's policy of a model that only computes forward, without pinned memory."""
+    return lambda pin_memory=True: policy(pin_memory=False)
 
 
 if is_cpu():
-    offload_without_pinning()
+    replaced.apply("training on a CPU")
 
 
 class SafeLoad:
@@ -129,7 +128,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
             self.actor.set_loss_fn(partial(ppo_loss_with_scores, **self.loss_fn.keywords))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def gather_weights(self, version: int) -> Ticket | None:
+    def gather_weights(self, version: int) -> WeightTicket | None:
         """Copy the weights into host memory; one rank of each host returns a ticket, others None.
 
         A collective.
@@ -137,7 +136,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         host = ray.get_runtime_context().get_node_id()
         self._ranks = self._ranks or TrainingRanks(host)
         held = held_by(self.actor.engine)
-        ticket: Ticket | None
+        ticket: WeightTicket | None
         if held is not None:
             ticket = self.checkpoint_engine.gather_parts(held.parts, version, self._ranks, held.adapter)
         else:
@@ -147,7 +146,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         return None if ticket is None else msgspec.structs.replace(ticket, host=host)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_version(self, ticket: Ticket, memories: HostMemories, timeout_s: float) -> Loaded:
+    def load_version(self, ticket: WeightTicket, memories: HostMemories, timeout_s: float) -> RankLoad:
         """Load a published version into the forward-only model; return what this rank did. A collective.
 
         Raises WeightSyncError if it is corrupt or of another model, ProofError if the loaded values
@@ -165,7 +164,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
             compared = prove_parts(manifest, held.parts)
             offload_again(self.ref.engine)
             thread.submit(asyncio.run, memories.release(reader, ticket.version)).result()
-        return Loaded(ticket.version, compared)
+        return RankLoad(ticket.version, compared)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_reference(self, folder: str) -> None:
@@ -202,7 +201,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         return held
 
     async def _fetch(
-        self, memories: HostMemories, ticket: Ticket, reader: Reader, timeout_s: float
+        self, memories: HostMemories, ticket: WeightTicket, reader: Reader, timeout_s: float
     ) -> Manifest:
         return await within(
             memories.fetch(ticket, reader, timeout_s),

@@ -11,11 +11,11 @@ import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.lab.bench.jobs.idle_engine import IdleServer
-from recipe.async_pipeline.lab.bench.waits import Lognormal
-from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.lab.bench.waits import LognormalWait
+from recipe.async_pipeline.weight_sync.manifest import WeightTicket
 from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
 
-WAIT = Lognormal(median=1.0, sigma=0.0, cap=1.0)
+WAIT = LognormalWait(median=1.0, sigma=0.0, cap=1.0)
 
 
 def server() -> IdleServer:
@@ -23,7 +23,7 @@ def server() -> IdleServer:
 
 
 async def serve(one: IdleServer, version: int) -> None:
-    ticket = Ticket(version=version, board="", pid=1, num_bytes=0, gather_s=0.0)
+    ticket = WeightTicket(version=version, board="", pid=1, num_bytes=0, gather_s=0.0)
     await one.prepare_version(ticket, None, 1.0, "host")
     await one.commit_version(version, 0, 1.0, LoadMode("keep", "host", True))
 

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
-from recipe.async_pipeline.lab.bench.waits import Lognormal
+from recipe.async_pipeline.lab.bench.waits import LognormalWait
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from tests.conftest import Load
 
@@ -79,7 +79,7 @@ def test_an_episode(module: ModuleType, tmp_path: Path, monkeypatch: pytest.Monk
     output = play(module, session_id=2)
     assert output.response_mask == [1, 1, *[0] * 6, 1, 1, *[0] * 6, 1, 1]
     assert (output.num_turns, output.reward_score) == (6, 0.0)
-    draws = [Lognormal(**WAIT).draw(SEED, "tool", PROMPT, 2, turn) for turn in (1, 2, 3)]
+    draws = [LognormalWait(**WAIT).draw(SEED, "tool", PROMPT, 2, turn) for turn in (1, 2, 3)]
     assert waited == draws, "the same in every arm"
     fields = output.extra_fields
     assert (fields["min_global_steps"], fields["max_global_steps"]) == (1, 3)

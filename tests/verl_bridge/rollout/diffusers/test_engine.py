@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.diffusion.step_engine import Request, Sample, StepEngine
+from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, StepEngine
 from recipe.async_pipeline.errors import EngineDeadError, WeightSyncError
-from recipe.async_pipeline.verl_bridge.rollout.diffusers.engine import DiffusersEngine, Drawn
+from recipe.async_pipeline.verl_bridge.rollout.diffusers.engine import DiffusersEngine, DrawnImage
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
 from tests.fakes.tiny_flow import Field, requests
 
@@ -47,7 +47,7 @@ class Server:
     def __init__(self, field: Field, decode: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self.field = field
         self.engine = DiffusersEngine(StepEngine(field, max_rows=96), decode or (lambda latents: latents * 2))
-        self.versioned = VersionedEngine[Request, Drawn](self.engine)
+        self.versioned = VersionedEngine[SampleRequest, DrawnImage](self.engine)
 
     async def load(self, version: int, seed: int, in_flight: str = "keep") -> None:
         """Load the weights of another field."""
@@ -61,7 +61,7 @@ class Server:
 
         await self.versioned.load(version, load, in_flight)
 
-    async def draw(self, request: Request) -> tuple[Drawn, Spans]:
+    async def draw(self, request: SampleRequest) -> tuple[DrawnImage, Spans]:
         with recorded_spans() as spans:
             async with aclosing(self.versioned.generate(request)) as outputs:
                 drawn = [output async for output in outputs]
@@ -82,9 +82,9 @@ def run(field: Field, play: Callable[[Server], Awaitable[Any]], **more: Any) -> 
     return asyncio.run(played())
 
 
-def alone(request: Request, loads: Mapping[int, tuple[int, int]]) -> Sample:
+def alone(request: SampleRequest, loads: Mapping[int, tuple[int, int]]) -> FinishedSample:
     """The sample of a step engine without a thread, with loads of (version, seed) before a step."""
-    field, done = Field(), list[Sample]()
+    field, done = Field(), list[FinishedSample]()
     engine = StepEngine(field, max_rows=96)
     engine.submit(request)
     for step in range(request.sampling.schedule.num_steps):
@@ -96,7 +96,7 @@ def alone(request: Request, loads: Mapping[int, tuple[int, int]]) -> Sample:
     return sample
 
 
-def require_equal(drawn: Drawn, sample: Sample) -> None:
+def require_equal(drawn: DrawnImage, sample: FinishedSample) -> None:
     assert drawn.sample is not None and drawn.picture is not None
     for name in ("latent", "latents", "log_probs"):
         assert torch.equal(getattr(drawn.sample, name), getattr(sample, name)), name
@@ -117,7 +117,7 @@ def test_a_kept_sample_continues_with_the_new_weights(before: int) -> None:
     (request,) = requests(1, 1)
     field = HeldField(before)
 
-    async def play(server: Server) -> tuple[Drawn, Spans]:
+    async def play(server: Server) -> tuple[DrawnImage, Spans]:
         drawing = asyncio.create_task(server.draw(request))
         await field.until_held()
         loading = asyncio.create_task(server.load(1, 1))
@@ -136,7 +136,7 @@ def test_an_aborted_sample_begins_again() -> None:
     (request,) = requests(1, 1)
     field = HeldField(3)
 
-    async def play(server: Server) -> tuple[Drawn, Spans]:
+    async def play(server: Server) -> tuple[DrawnImage, Spans]:
         drawing = asyncio.create_task(server.draw(request))
         await field.until_held()
         loading = asyncio.create_task(server.load(1, 1, "abort"))
@@ -154,7 +154,7 @@ def test_a_drained_sample_ends_before_the_load() -> None:
     first, second = requests(1, 2)
     field = HeldField(3)
 
-    async def play(server: Server) -> list[tuple[Drawn, Spans]]:
+    async def play(server: Server) -> list[tuple[DrawnImage, Spans]]:
         drawing = asyncio.create_task(server.draw(first))
         await field.until_held()
         loading = asyncio.create_task(server.load(1, 1, "drain"))
@@ -175,7 +175,7 @@ def test_a_cancelled_sample_is_forgotten() -> None:
     first, second = requests(1, 2)
     field = HeldField(2)
 
-    async def play(server: Server) -> tuple[Drawn, Spans]:
+    async def play(server: Server) -> tuple[DrawnImage, Spans]:
         drawing = asyncio.create_task(server.draw(first))
         await field.until_held()
         drawing.cancel()
@@ -199,7 +199,7 @@ def test_no_step_is_made_with_weights_of_a_failed_load() -> None:
 
         await server.versioned.load(1, lambda: server.engine.load(1, commit), "keep")  # type: ignore[arg-type, return-value]
 
-    async def play(server: Server) -> tuple[Drawn, Spans]:
+    async def play(server: Server) -> tuple[DrawnImage, Spans]:
         drawing = asyncio.create_task(server.draw(request))
         await field.until_held()
         failing = asyncio.create_task(fail(server))

@@ -16,7 +16,11 @@ import torch
 import zmq
 
 from recipe.async_pipeline.verl_bridge.rollout.sglang import cpu_stubs, scheduler
-from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import Call, Reply, SchedulerCalls
+from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import (
+    SchedulerCall,
+    SchedulerCalls,
+    SchedulerReply,
+)
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import SGLangEngine
 from recipe.async_pipeline.verl_bridge.rollout.sglang.generations import message, sender
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank
@@ -107,12 +111,12 @@ def called(made: Any, *call: Any) -> Any:
     ends = [context.socket(kind) for kind in (zmq.PUSH, zmq.PULL)]
     ends[1].bind(f"inproc://{call[0]}")
     ends[0].connect(f"inproc://{call[0]}")
-    SEND(ends[0], message(Call(*call)))
+    SEND(ends[0], message(SchedulerCall(*call)))
     SEND(ends[0], made._request_dispatcher(RECEIVE(ends[1])))
     reply = RECEIVE(ends[1])
     for end in ends:
         end.close()
-    assert isinstance(reply, Reply), reply
+    assert isinstance(reply, SchedulerReply), reply
     assert reply.failure is None, reply.failure
     return reply.value
 

@@ -9,7 +9,7 @@ import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import _asked
-from recipe.async_pipeline.weight_sync.versioned_engine import Attempt, recorded_spans
+from recipe.async_pipeline.weight_sync.versioned_engine import AttemptOptions, recorded_spans
 from tests.fakes.timed_engine import Answer
 from tests.fakes.tokenizer_manager import Request, TokenizerManager
 
@@ -61,6 +61,6 @@ def test_a_request_that_is_given_up_is_aborted() -> None:
 def test_a_request_has_the_defaults_that_it_does_not_set(own: dict[str, bool], used: bool) -> None:
     """verl passes `rollout.ignore_eos` to vLLM only."""
     request = Request("r", [1, 2], {"max_new_tokens": 4, **own})
-    asked = _asked(request, Attempt(), {"ignore_eos": True})
+    asked = _asked(request, AttemptOptions(), {"ignore_eos": True})
     assert asked.sampling_params == {"max_new_tokens": 4, "ignore_eos": used}
     assert request.sampling_params == {"max_new_tokens": 4, **own}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
-from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import Failure
+from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import SchedulerFailure
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank, _Outcome
 from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, encode, over_nodes
 from recipe.async_pipeline.weight_sync.versioned_engine import Salts
@@ -92,7 +92,7 @@ def test_requests_without_a_step_use_the_prefixes_of_the_new_version() -> None:
 
 
 def test_a_failure_of_another_rank_is_raised_on_all() -> None:
-    failed = _Outcome(failure=Failure.of(ProofError("v1: other values")))
+    failed = _Outcome(failure=SchedulerFailure.of(ProofError("v1: other values")))
     manifest = Manifest(version=1, tensors=(), buckets=(), samples=())
     mine = rank(scheduler(), others=[failed])
     mine._load = lambda *arguments: _Outcome({})  # type: ignore[method-assign]
@@ -150,7 +150,7 @@ def test_a_rank_that_cannot_stage_reaches_the_others() -> None:
 
 
 def test_a_rank_that_another_one_keeps_from_staging_raises_too() -> None:
-    failed = Failure.of(ProofError("v1: other values"))
+    failed = SchedulerFailure.of(ProofError("v1: other values"))
     staging = rank(scheduler(), others=[failed])
     staging._stage = lambda manifest: "board"  # type: ignore[method-assign]
     with pytest.raises(ProofError, match="^v1: other values$"):

@@ -19,7 +19,7 @@ from recipe.async_pipeline.weight_sync.busy_time import OpenTime
 from recipe.async_pipeline.weight_sync.manifest import (
     BucketEntry,
     Manifest,
-    Ticket,
+    WeightTicket,
     decode,
     encode,
     over_nodes,
@@ -76,7 +76,7 @@ def server(module: ModuleType) -> Any:
     one._open, one._versioned, one.prepared = OpenTime(), Engine(), []
     one._reader, one.memories = "this process", Memories()
 
-    async def prepare(offered: Ticket, *rest: Any) -> Any:
+    async def prepare(offered: WeightTicket, *rest: Any) -> Any:
         one.prepared.append(offered.version)
         await asyncio.sleep(PREPARE_S)
         from recipe.async_pipeline.verl_bridge.rollout.versioned_server import Prepared
@@ -88,7 +88,7 @@ def server(module: ModuleType) -> Any:
 
 
 def prepare(server: Any, version: int) -> Any:
-    ticket = Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1)
+    ticket = WeightTicket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1)
     return server.prepare_version(ticket, None, 10.0, "host")
 
 
@@ -109,10 +109,12 @@ def test_a_version_is_served_by_its_commit_and_not_before(server: Any) -> None:
 
 
 def test_the_first_server_has_a_version_brought_to_every_node_of_its_replica(server: Any) -> None:
-    from recipe.async_pipeline.verl_bridge.rollout.versioned_server import Member
+    from recipe.async_pipeline.verl_bridge.rollout.versioned_server import FurtherServer
 
     class OfHosts(Memories):
-        async def fetch(self, ticket: Ticket, reader: str, timeout_s: float, node: str = "n0") -> Manifest:
+        async def fetch(
+            self, ticket: WeightTicket, reader: str, timeout_s: float, node: str = "n0"
+        ) -> Manifest:
             return Manifest(ticket.version, (), (BucketEntry(f"{reader}'s on {node}", 0, 0),), ())
 
         async def release(self, reader: object, version: int, node: str = "n0") -> None:
@@ -132,8 +134,8 @@ def test_the_first_server_has_a_version_brought_to_every_node_of_its_replica(ser
         del server._prepare
         server._load_into_engine, server._death = load_into_engine, lambda: None
         server._versioned = SimpleNamespace(load=load, salts=lambda version: None)
-        await server.join([Member(None, "n1", "that process"), Member(None, "n2", "a third")])  # type: ignore[arg-type]
-        ticket = Ticket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.1)
+        await server.join([FurtherServer(None, "n1", "that process"), FurtherServer(None, "n2", "a third")])  # type: ignore[arg-type]
+        ticket = WeightTicket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.1)
         await server.prepare_version(ticket, memories, 10.0, "host")
         await commit(server, 3)
         found = [decode(loaded[0]).on_node(node).buckets[0].segment for node in range(3)]
@@ -269,7 +271,7 @@ def staging(server: Any) -> Any:
 
 
 def stage(server: Any) -> str:
-    ticket = Ticket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.1)
+    ticket = WeightTicket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.1)
     why: str = run_virtual(server.prepare_version(ticket, server.memories, 10.0, "device"))
     return why
 

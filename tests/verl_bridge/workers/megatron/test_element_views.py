@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from recipe.async_pipeline.verl_bridge.workers.megatron.element_views import View, cut, fitted
+from recipe.async_pipeline.verl_bridge.workers.megatron.element_views import ParameterView, cut, fitted
 
 pytestmark = pytest.mark.real_engine
 GROUPS, QUERIES, SIZE, HIDDEN = 3, 2, 4, 5
@@ -23,7 +23,7 @@ def indices(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     return (flat // columns).reshape(shape), (flat % columns).reshape(shape)
 
 
-def view_through(rearrange: Rearrange, shape: tuple[int, ...]) -> View | None:
+def view_through(rearrange: Rearrange, shape: tuple[int, ...]) -> ParameterView | None:
     row, column = (rearrange(index) for index in indices(shape))
     return fitted(row.int(), column.int(), int(torch.tensor(shape[1:]).prod()))
 

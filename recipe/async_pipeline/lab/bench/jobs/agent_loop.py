@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from ..spans import of_this_job
-from ..workload import Episode
+from ..workload import EpisodeWorkload
 
 NAME = "bench_episode"
 _begun: defaultdict[int, count[int]] = defaultdict(count)
@@ -31,7 +31,7 @@ class EpisodeLoop(AgentLoopBase):
 
     def __init__(self, *args: Any, episode: DictConfig, seed: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._episode = msgspec.convert(OmegaConf.to_container(episode), Episode)
+        self._episode = msgspec.convert(OmegaConf.to_container(episode), EpisodeWorkload)
         self._seed = seed
         self._observation = _observation(self.tokenizer)
 

@@ -32,11 +32,11 @@ from ....verl_bridge.rollout.server_manager import PipelineServerManager
 from ....verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 from ....verl_bridge.trainer.generation import PARTITION
 from ....verl_bridge.trainer.sample_metrics import SampleMeters
-from ....weight_sync.manifest import Ticket
+from ....weight_sync.manifest import WeightTicket
 from ..control_plane import CHECK, END, ENGINE, LOOP, SERVED, TRAINED
 from ..loop_lag import LagMeter
 from ..spans import of_this_job
-from ..waits import Lognormal
+from ..waits import LognormalWait
 from .idle_engine import IdleServer
 
 CHECK_EVERY_S = 0.2
@@ -64,7 +64,7 @@ class IdleReplica(BoundedReplica, RolloutReplica):  # type: ignore[misc]
         server = (
             ray.remote(concurrency_groups=dict(GROUPS))(IdleServer)
             .options(max_concurrency=self.max_concurrency, num_cpus=0)
-            .remote(self.replica_rank, described["seed"], Lognormal(**described["answer_s"]))
+            .remote(self.replica_rank, described["seed"], LognormalWait(**described["answer_s"]))
         )
         self.servers, self._server_handle = [server], server
         self._server_address = f"idle:{self.replica_rank}"
@@ -94,9 +94,11 @@ class _NoWorkers:
     def __init__(self) -> None:
         self._dispatch_info = {"actor": [0]}
 
-    def gather_weights(self, version: int) -> list[Ticket]:
+    def gather_weights(self, version: int) -> list[WeightTicket]:
         host = ray.get_runtime_context().get_node_id()
-        return [Ticket(version=version, board="", pid=os.getpid(), num_bytes=0, gather_s=0.0, host=host)]
+        return [
+            WeightTicket(version=version, board="", pid=os.getpid(), num_bytes=0, gather_s=0.0, host=host)
+        ]
 
     def close_arenas(self) -> None:
         """Do nothing: there are none."""

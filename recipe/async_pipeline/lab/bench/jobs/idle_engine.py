@@ -16,9 +16,9 @@ from ....core.items import LoadReport
 from ....verl_bridge.control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
 from ....verl_bridge.direct_calls import Address, DirectCalls
 from ....weight_sync.busy_time import OpenTime
-from ....weight_sync.manifest import Ticket
+from ....weight_sync.manifest import WeightTicket
 from ....weight_sync.versioned_engine import LoadMode
-from ..waits import Lognormal
+from ..waits import LognormalWait
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
@@ -32,7 +32,7 @@ LOG_PROB = -1.0
 class IdleServer(ControlCalls):
     """The actor."""
 
-    def __init__(self, rank: int, seed: int, answer_s: Lognormal) -> None:
+    def __init__(self, rank: int, seed: int, answer_s: LognormalWait) -> None:
         self._rank, self._answer_s = rank, answer_s
         self._seed, self._drawn = f"{seed}:{rank}", 0
         self._random = random.Random(self._seed)
@@ -83,7 +83,9 @@ class IdleServer(ControlCalls):
         )
 
     @control(LOAD)
-    async def prepare_version(self, offered: Ticket, memories: Any, timeout_s: float, stage: str) -> str:
+    async def prepare_version(
+        self, offered: WeightTicket, memories: Any, timeout_s: float, stage: str
+    ) -> str:
         """Return at once."""
         return ""
 

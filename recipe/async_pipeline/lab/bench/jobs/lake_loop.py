@@ -16,16 +16,16 @@ from ....agents.env_pool import EnvironmentPool, PoolLimits
 from ....agents.environment import EnvironmentSpec, Step
 from ....agents.frozen_lake import FrozenLake
 from ....verl_bridge.agent_loop import environment_loop
-from ....verl_bridge.agent_loop.environment_loop import EnvironmentLoop, Setup
-from ....verl_bridge.agent_loop.episode_attempts import END, WHY
+from ....verl_bridge.agent_loop.environment_loop import EnvironmentLoop, EnvironmentSetup
+from ....verl_bridge.agent_loop.episode import END, WHY
 from ..spans import of_this_job
-from ..waits import Lognormal
-from ..workload import Episode
+from ..waits import LognormalWait
+from ..workload import EpisodeWorkload
 from .agent_loop import session_of, versions_in
 
 EPISODES = 4096
 """More than any workload has at once: the waits of an environment bound nothing here."""
-_setups: WeakKeyDictionary[asyncio.AbstractEventLoop, Setup] = WeakKeyDictionary()
+_setups: WeakKeyDictionary[asyncio.AbstractEventLoop, EnvironmentSetup] = WeakKeyDictionary()
 
 
 class RemoteLake(FrozenLake):
@@ -33,7 +33,7 @@ class RemoteLake(FrozenLake):
 
     def __init__(self, *, wait: Mapping[str, float], run_seed: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._wait, self._run_seed = Lognormal(**wait), run_seed
+        self._wait, self._run_seed = LognormalWait(**wait), run_seed
         self._key: tuple[int, int] = (0, 0)
         self._turn = 0
 
@@ -55,10 +55,10 @@ class LakeLoop(EnvironmentLoop):  # type: ignore[misc]
 
     def __init__(self, *args: Any, episode: DictConfig, seed: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._episode = msgspec.convert(OmegaConf.to_container(episode), Episode)
+        self._episode = msgspec.convert(OmegaConf.to_container(episode), EpisodeWorkload)
         self._seed = seed
 
-    def setup(self) -> Setup:
+    def setup(self) -> EnvironmentSetup:
         """Return the setup of this process, which does not depend on the trainer's configuration."""
         loop = asyncio.get_running_loop()
         found = _setups.get(loop)
@@ -68,7 +68,7 @@ class LakeLoop(EnvironmentLoop):  # type: ignore[misc]
             spec = EnvironmentSpec(name=f"{__name__}:{RemoteLake.__name__}", kwargs=kwargs)
             pool = EnvironmentPool(spec, PoolLimits(isolation="inline", concurrency=EPISODES))
             length = int(self.rollout_config.response_length)
-            found = _setups[loop] = Setup(pool, self._episode.turns, None, length, self._seed)
+            found = _setups[loop] = EnvironmentSetup(pool, self._episode.turns, None, length, self._seed)
         return found
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:

@@ -13,9 +13,9 @@ import verl.trainer.ppo.v1 as verl_v1
 from verl.trainer.main_ppo import TaskRunnerV1
 
 from ....verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
-from ....weight_sync.manifest import Ticket
+from ....weight_sync.manifest import WeightTicket
 from ..spans import POLL_S, REFERENCE, SpanFile, of_this_job
-from ..waits import Lognormal
+from ..waits import LognormalWait
 
 _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
 """The plain class of verl's actor class, which Ray forbids to inherit from."""
@@ -27,7 +27,7 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
     `poll_s` replaces the polling interval of verl's replay buffer unless it is None.
     """
     described = json.loads(os.environ.get(REFERENCE) or "null")
-    waits = None if described is None else (described["seed"], Lognormal(**described["wait"]))
+    waits = None if described is None else (described["seed"], LognormalWait(**described["wait"]))
 
     class Probed(trainer):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -91,10 +91,10 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
             super().__init__(config)
             self._gathering: dict[int, float] = {}
 
-        async def gather(self, version: int) -> Ticket:
+        async def gather(self, version: int) -> WeightTicket:
             self._gathering[version] = time.monotonic()
             with spans.measure("sync"):
-                ticket: Ticket = await super().gather(version)
+                ticket: WeightTicket = await super().gather(version)
             return ticket
 
         async def publish(self, version: int, snapshot: object) -> Any:

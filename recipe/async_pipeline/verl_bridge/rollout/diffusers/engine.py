@@ -14,25 +14,25 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ....diffusion.step_engine import Request, Sample, StepEngine
+from ....diffusion.step_engine import FinishedSample, SampleRequest, StepEngine
 from ....errors import EngineDeadError
 from ....weight_sync.answer import Part
-from ....weight_sync.versioned_engine import Attempt, Written
+from ....weight_sync.versioned_engine import AttemptOptions, AttemptTokens
 
 T = TypeVar("T")
-Decode = Callable[[torch.Tensor], torch.Tensor]
+DecodeLatents = Callable[[torch.Tensor], torch.Tensor]
 """Latents (rows, ...) to pictures: uint8 (rows, 3, height, width)."""
 
 
-class Drawn(NamedTuple):
+class DrawnImage(NamedTuple):
     """What an attempt ends with."""
 
-    sample: Sample | None
+    sample: FinishedSample | None
     """None if a load has stopped the attempt."""
     picture: torch.Tensor | None
 
 
-STOPPED = Drawn(None, None)
+STOPPED = DrawnImage(None, None)
 
 
 class DiffusersEngine:
@@ -40,12 +40,12 @@ class DiffusersEngine:
 
     rejections = ()
 
-    def __init__(self, steps: StepEngine, decode: Decode) -> None:
+    def __init__(self, steps: StepEngine, decode: DecodeLatents) -> None:
         self._steps, self._decode = steps, decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="denoising")
         self._decoding = ThreadPoolExecutor(1, thread_name_prefix="decoding")
         self._frozen = False
-        self._open: dict[str, asyncio.Future[Drawn]] = {}
+        self._open: dict[str, asyncio.Future[DrawnImage]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._more = False
         """Something has changed since the driver began its last step."""
@@ -77,17 +77,17 @@ class DiffusersEngine:
         self._drive()
         return loaded
 
-    def name(self, request: Request) -> str:
+    def name(self, request: SampleRequest) -> str:
         return request.name
 
-    def prompt_tokens(self, request: Request) -> int:
+    def prompt_tokens(self, request: SampleRequest) -> int:
         return 0  # nothing is read again
 
-    async def attempt(self, request: Request, how: Attempt) -> AsyncGenerator[Drawn, None]:
+    async def attempt(self, request: SampleRequest, how: AttemptOptions) -> AsyncGenerator[DrawnImage, None]:
         """Draw a sample from its beginning: an attempt that a load has stopped leaves nothing to continue."""
         if self.death is not None:
             raise self.death
-        drawn: asyncio.Future[Drawn] = asyncio.get_running_loop().create_future()
+        drawn: asyncio.Future[DrawnImage] = asyncio.get_running_loop().create_future()
         self._open[request.name] = drawn
         try:
             await self.between_steps(lambda: self._steps.submit(request))
@@ -99,22 +99,22 @@ class DiffusersEngine:
             if not drawn.done() or drawn.cancelled():
                 self._thread.submit(self._steps.withdraw, request.name)
 
-    def part(self, output: Drawn) -> Part | None:
+    def part(self, output: DrawnImage) -> Part | None:
         if output.sample is None:
             return Part((), True, output)
         return Part(output.sample.steps, False, output)
 
     def log_probs(self, part: Part) -> Sequence[float] | None:
-        drawn: Drawn = part.raw
+        drawn: DrawnImage = part.raw
         return [] if drawn.sample is None else drawn.sample.log_probs.tolist()
 
-    def finished(self, output: Drawn) -> bool:
+    def finished(self, output: DrawnImage) -> bool:
         return True
 
-    def joined(self, output: Drawn, before: Sequence[Part]) -> Drawn:
+    def joined(self, output: DrawnImage, before: Sequence[Part]) -> DrawnImage:
         return output
 
-    async def written(self, names: Sequence[str]) -> Mapping[str, Written]:
+    async def written(self, names: Sequence[str]) -> Mapping[str, AttemptTokens]:
         """Return nothing: a sample that another process continues would need its latent."""
         return {}
 
@@ -148,7 +148,7 @@ class DiffusersEngine:
     async def _make_steps(self) -> None:
         """Make steps until no sample is open, or no version is served."""
 
-        def step() -> list[Sample] | None:
+        def step() -> list[FinishedSample] | None:
             served = self._steps.version is not None
             return self._steps.step() if served and self._steps.busy else None
 
@@ -167,7 +167,7 @@ class DiffusersEngine:
         finally:
             self._driver = None
 
-    async def _deliver(self, samples: Sequence[Sample]) -> None:
+    async def _deliver(self, samples: Sequence[FinishedSample]) -> None:
         """Decode samples and hand them to their attempts."""
         latents = torch.stack([one.latent for one in samples])
         try:
@@ -178,7 +178,7 @@ class DiffusersEngine:
         for sample, picture in zip(samples, pictures, strict=True):
             waiting = self._open.get(sample.name)
             if waiting is not None and not waiting.done():
-                waiting.set_result(Drawn(sample, picture))
+                waiting.set_result(DrawnImage(sample, picture))
 
     def _die(self, error: Exception) -> None:
         """Fail all attempts: the state of the engine is unknown."""

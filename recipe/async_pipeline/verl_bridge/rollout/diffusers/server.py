@@ -15,28 +15,28 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.replica import TokenOutput
 
+from ....diffusion.families import Conditions
 from ....diffusion.frozen_parts import FrozenParts
-from ....diffusion.step_engine import Request, Sampling, StepEngine
-from ....diffusion.windows import Window
+from ....diffusion.step_engine import SampleRequest, Sampling, StepEngine
+from ....diffusion.windows import SdeWindow
 from ....weight_sync.manifest import decode
 from ....weight_sync.versioned_engine import Loaded, Salts, VersionedEngine
 from ...cpu_platform import is_cpu
 from ...workers.diffusion_model import DiffusionModelConfig
 from ..versioned_server import VersionedServer
-from .engine import DiffusersEngine, Drawn
+from .engine import DiffusersEngine, DrawnImage
 from .fields import CONDITIONS, LATENTS, PICTURE
 from .rank import TransformerRank
 
 PROMPTS = 4096
 """Prompts whose conditions are kept."""
-Conditions = Mapping[str, torch.Tensor]
 
 
 class ImageServer:
     """Draws images, as verl's server classes generate text for other engines."""
 
     _engine: DiffusersEngine
-    _versioned: VersionedEngine[Request, Drawn]
+    _versioned: VersionedEngine[SampleRequest, DrawnImage]
     _rank: TransformerRank
 
     def __init__(self, config: Any, model_config: Any, replica_rank: int, node_rank: int) -> None:
@@ -85,13 +85,13 @@ class ImageServer:
         their number, or None for a sample without noise.
         """
         conditions = await self._encoded(str(sampling_params["prompt"]))
-        request = Request(
+        request = SampleRequest(
             name=request_id,
             conditions=conditions,
             seed=int(sampling_params["seed"]),
             sampling=self._sampling(sampling_params["window"]),
         )
-        drawn: Drawn | None = None
+        drawn: DrawnImage | None = None
         async with aclosing(self._versioned.generate(request)) as outputs:
             async for output in outputs:
                 drawn = output
@@ -128,7 +128,7 @@ class ImageServer:
             shape=shape,
             kind=how.sde_type,
             noise_level=how.noise_level,
-            window=Window(int(first), int(size)),
+            window=SdeWindow(int(first), int(size)),
         )
 
 

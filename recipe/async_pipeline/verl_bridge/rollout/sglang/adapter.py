@@ -15,7 +15,7 @@ from ....errors import WeightSyncError
 from ....weight_sync.engine_adapter import Delivered, Expected
 from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
-from ....weight_sync.standby_version import Ended, ignore
+from ....weight_sync.standby_version import StagingEnded, ignore
 from ..served_tensors import require_fresh_products, served_tensors
 from .layout import packed_modules, served_layout
 from .lora import ServedAdapter
@@ -44,7 +44,7 @@ class SGLangAdapter(RecordingAdapter):
     def expected(self, entry: TensorEntry) -> Expected | None:
         return self._table.expected(entry)
 
-    def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
+    def prepare(self, manifest: Manifest, ended: StagingEnded = ignore) -> bool:
         return manifest.adapter is None and super().prepare(manifest, ended)
 
     def commit(self, manifest: Manifest, piece_bytes: int) -> Delivered:

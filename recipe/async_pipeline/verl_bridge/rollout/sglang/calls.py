@@ -18,7 +18,7 @@ from ....errors import WeightSyncError
 
 
 @dataclass(frozen=True)
-class Call:
+class SchedulerCall:
     """To the scheduler."""
 
     number: int
@@ -27,14 +27,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Failure:
+class SchedulerFailure:
     """An error of the scheduler, by the name of its class."""
 
     kind: str
     message: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> SchedulerFailure:
         return cls(type(error).__name__, str(error))
 
     def raised(self) -> Exception:
@@ -46,18 +46,18 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Reply:
+class SchedulerReply:
     """From the scheduler."""
 
     number: int
     value: Any
-    failure: Failure | None = None
+    failure: SchedulerFailure | None = None
 
 
 class SchedulerCalls:
     """The server's side: sends calls and hands each reply to its caller."""
 
-    def __init__(self, send: Callable[[Call], object]) -> None:
+    def __init__(self, send: Callable[[SchedulerCall], object]) -> None:
         """`send` puts a call into the queue at once."""
         self._send = send
         self._numbers = itertools.count()
@@ -71,12 +71,12 @@ class SchedulerCalls:
         number = next(self._numbers)
         reply = self._open[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Call(number, method, arguments))
+            self._send(SchedulerCall(number, method, arguments))
             return await reply
         finally:
             del self._open[number]
 
-    def take(self, reply: Reply) -> None:
+    def take(self, reply: SchedulerReply) -> None:
         """Hand over a reply; one without a caller is dropped, since its caller was cancelled."""
         waiting = self._open.get(reply.number)
         if waiting is None or waiting.done():

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from ... import replaced
+
 
 class _Named(type):
     """A class whose attributes are their own names, as class bodies read members of enumerations."""
@@ -170,14 +172,7 @@ class _WithoutPinning(ModuleType):
         return torch.zeros(*args, **kwargs)
 
 
-PINNING = (
-    "sglang.srt.layers.logits_processor",
-    "sglang.srt.lora.layers",
-    "sglang.srt.lora.backend.torch_backend",
-)
-"""Modules of SGLang that pin tensors for the device: scoring a prompt, or a request that was interrupted for
-lack of memory, and LoRA adapters.
-"""
+WITHOUT_PINNING = _WithoutPinning("torch")
 
 
 def without_pinning() -> None:
@@ -186,8 +181,7 @@ def without_pinning() -> None:
     """
     import torch
 
-    for name in PINNING:
-        importlib.import_module(name).torch = _WithoutPinning("torch")  # type: ignore[attr-defined]
+    replaced.apply("SGLang's scheduler on a CPU")
     torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
 
 

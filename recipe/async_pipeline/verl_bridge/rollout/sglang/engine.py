@@ -14,14 +14,14 @@ from uuid import uuid4
 from ....core.items import LoadReport
 from ....weight_sync.answer import Part
 from ....weight_sync.versioned_engine import (
-    Attempt,
+    AttemptOptions,
+    AttemptTokens,
     Loaded,
     Salts,
     VersionedEngine,
-    Written,
     derived_seed,
 )
-from .calls import Reply, SchedulerCalls
+from .calls import SchedulerCalls, SchedulerReply
 from .generations import message, sender
 
 POLL_S = 0.02
@@ -37,7 +37,7 @@ class TokenizerManager(Protocol):
     def abort_request(self, rid: str) -> Any: ...
 
 
-class Served(NamedTuple):
+class ServingEngine(NamedTuple):
     """An engine that serves versions."""
 
     versioned: VersionedEngine[Any, dict[str, Any]]
@@ -51,7 +51,7 @@ class Served(NamedTuple):
 
 def serve_versions(
     manager: Any, dispatcher_class: Callable[..., Any], defaults: Mapping[str, Any] | None = None
-) -> Served:
+) -> ServingEngine:
     """Replace `generate_request` and `_send_one_request` of a manager, and connect it with the scheduler.
 
     `dispatcher_class` is SGLang's `TypeBasedDispatcher`; `defaults` are sampling parameters of requests that
@@ -59,7 +59,7 @@ def serve_versions(
     """
     send = sender(manager)
     calls = SchedulerCalls(lambda call: send(message(call)))
-    manager._result_dispatcher += dispatcher_class([(Reply, calls.take)])
+    manager._result_dispatcher += dispatcher_class([(SchedulerReply, calls.take)])
     manager.auto_create_handle_loop()
     versioned = VersionedEngine[Any, dict[str, Any]](SGLangEngine(manager, calls, defaults or {}))
 
@@ -76,7 +76,7 @@ def serve_versions(
             yield last
 
     manager.generate_request = generate_request
-    return Served(versioned, calls)
+    return ServingEngine(versioned, calls)
 
 
 class SGLangEngine:
@@ -101,7 +101,7 @@ class SGLangEngine:
     def prompt_tokens(self, request: Any) -> int:
         return len(request.input_ids)
 
-    async def attempt(self, request: Any, how: Attempt) -> AsyncGenerator[dict[str, Any], None]:
+    async def attempt(self, request: Any, how: AttemptOptions) -> AsyncGenerator[dict[str, Any], None]:
         if not _is_single(request):
             # From outside: a batch, or text.
             async for output in self._generate(request, None):
@@ -161,12 +161,12 @@ class SGLangEngine:
         meta["completion_tokens"] = len(ids)
         return {**output, "output_ids": ids, "meta_info": meta}
 
-    async def written(self, names: Sequence[str]) -> Mapping[str, Written]:
+    async def written(self, names: Sequence[str]) -> Mapping[str, AttemptTokens]:
         attempts = {own: name for own, name in self._attempts.items() if name in names}
         if not attempts:
             return {}
         found = await self._calls.call("written", list(attempts))
-        return {str(attempts[own]): Written(*parts) for own, parts in found.items()}
+        return {str(attempts[own]): AttemptTokens(*parts) for own, parts in found.items()}
 
     async def pause(self, mode: str) -> None:
         if mode == "freeze":
@@ -207,9 +207,9 @@ def _reason(output: dict[str, Any]) -> str | None:
     return str(reason["type"]) if isinstance(reason, dict) else reason
 
 
-def _asked(request: Any, how: Attempt, defaults: Mapping[str, Any]) -> Any:
+def _asked(request: Any, how: AttemptOptions, defaults: Mapping[str, Any]) -> Any:
     """Return a copy of the request for the rest of a response."""
-    asked, said = copy.copy(request), len(how.said)
+    asked, said = copy.copy(request), len(how.written)
     asked.extra_key = how.salt
     params = {**defaults, **request.sampling_params}
     # verl's names, which are vLLM's.
@@ -217,7 +217,7 @@ def _asked(request: Any, how: Attempt, defaults: Mapping[str, Any]) -> Any:
         if theirs in params:
             params[name] = params.pop(theirs)
     if said:
-        asked.input_ids = [*request.input_ids, *how.said]
+        asked.input_ids = [*request.input_ids, *how.written]
         params["max_new_tokens"] -= said
         params["min_new_tokens"] = max(0, params.get("min_new_tokens", 0) - said)
         if params.get("sampling_seed") is not None:

@@ -14,7 +14,7 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ..served_layout import EXPERT_NAMES, Experts, Layers, ServedLayout, Slot
+from ..served_layout import EXPERT_NAMES, Experts, ExpertSlot, Layers, ServedLayout
 
 LAYERS = Layers(
     ColumnParallelLinear,
@@ -30,7 +30,7 @@ def served_layout(model: torch.nn.Module) -> ServedLayout:
     return ServedLayout(model, LAYERS, packed_modules(model), EXPERTS)
 
 
-def _slots(layer: Any) -> list[Slot]:
+def _slots(layer: Any) -> list[ExpertSlot]:
     return [
         slot for names in EXPERT_NAMES for slot in layer.make_expert_params_mapping(*names, layer.num_experts)
     ]

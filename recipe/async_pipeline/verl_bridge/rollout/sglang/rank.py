@@ -17,11 +17,11 @@ import torch
 
 from ....weight_sync.engine_adapter import EngineAdapter
 from ....weight_sync.manifest import decode
-from ....weight_sync.map_check import Share, check_union
+from ....weight_sync.map_check import RankShare, check_union
 from ....weight_sync.proof import Prover
 from ....weight_sync.staging import StagingBoard
 from ....weight_sync.versioned_engine import Salts
-from .calls import Failure
+from .calls import SchedulerFailure
 from .generations import log_probs, middle_chunks, ranks
 
 Gather = Callable[[Any], list[Any]]
@@ -32,8 +32,8 @@ class _Outcome(NamedTuple):
     """What one rank did."""
 
     report: dict[str, Any] | None = None
-    share: Share | None = None
-    failure: Failure | None = None
+    share: RankShare | None = None
+    failure: SchedulerFailure | None = None
 
 
 class EngineRank:
@@ -61,13 +61,13 @@ class EngineRank:
 
         Raises WeightSyncError or ProofError, on all ranks if one of them fails.
         """
-        found: list[str | Failure | None] = self._gather(self._stage(manifest))
+        found: list[str | SchedulerFailure | None] = self._gather(self._stage(manifest))
         for one in found:
-            if isinstance(one, Failure):
+            if isinstance(one, SchedulerFailure):
                 raise one.raised()
-        return [one for one in found if not isinstance(one, Failure)]
+        return [one for one in found if not isinstance(one, SchedulerFailure)]
 
-    def _stage(self, manifest: bytes) -> str | Failure | None:
+    def _stage(self, manifest: bytes) -> str | SchedulerFailure | None:
         try:
             described = decode(manifest).on_node(self._node)
             self._board = board = self._board or StagingBoard()
@@ -75,7 +75,7 @@ class EngineRank:
             with _no_inference_mode():
                 staging = self._adapter.prepare(described, partial(board.post, described.version))
         except Exception as error:  # noqa: BLE001 - other ranks wait for this one, and the server raises it
-            return Failure.of(error)
+            return SchedulerFailure.of(error)
         return board.name if staging else None
 
     def load(
@@ -110,7 +110,7 @@ class EngineRank:
                 proved = self._prover.prove(described, delivered, lambda: adapter.published(described))
                 adapter.seal()
         except Exception as error:  # noqa: BLE001 - other ranks wait for this one, and the server raises it
-            return _Outcome(failure=Failure.of(error))
+            return _Outcome(failure=SchedulerFailure.of(error))
         load_s, prove_s = loaded - started, time.perf_counter() - loaded
         return _Outcome(asdict(proved.report(load_s, prove_s)), proved.share)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ....processes import end_with_parent
+from ... import replaced
 from . import cpu_stubs, on_cpu
-from .calls import Call, Failure, Reply
+from .calls import SchedulerCall, SchedulerFailure, SchedulerReply
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
@@ -20,7 +21,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
     if on_cpu():
         cpu_stubs.without_pinning()
-    scheduler.Scheduler = pipeline_scheduler(scheduler.Scheduler)
+    replaced.apply("SGLang's scheduler")
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
@@ -52,14 +53,14 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
 
         def init_request_dispatcher(self) -> None:
             super().init_request_dispatcher()
-            self._request_dispatcher += TypeBasedDispatcher([(Call, self._called)])
+            self._request_dispatcher += TypeBasedDispatcher([(SchedulerCall, self._called)])
 
-        def _called(self, call: Call) -> Any:
+        def _called(self, call: SchedulerCall) -> Any:
             try:
                 self._rank = self._rank or self._new_rank()
-                reply = Reply(call.number, getattr(self._rank, call.method)(*call.arguments))
+                reply = SchedulerReply(call.number, getattr(self._rank, call.method)(*call.arguments))
             except Exception as error:  # noqa: BLE001 - it is raised in the server
-                reply = Reply(call.number, None, Failure.of(error))
+                reply = SchedulerReply(call.number, None, SchedulerFailure.of(error))
             return message(reply)
 
         def _new_rank(self) -> EngineRank:

@@ -8,13 +8,12 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import sglang.srt.entrypoints.engine as sglang_engine
 from sglang.utils import TypeBasedDispatcher
-from verl.workers.rollout.sglang_rollout import async_sglang_server
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 from ....errors import EngineDeadError
 from ....weight_sync.versioned_engine import Loaded, Salts
+from ... import replaced
 from ...cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import lora, scheduler
@@ -33,9 +32,7 @@ def use_own_children(config: Any, run_scheduler: Callable[..., None]) -> None:
         arguments = cpu_arguments(arguments, int(config.max_num_seqs), int(config.max_model_len))
         os.environ.setdefault(CORES, all_cores(int(config.tensor_model_parallel_size)))
     config.engine_kwargs["sglang"] = arguments
-    sglang_engine.run_scheduler_process = run_scheduler
-    sglang_engine.run_detokenizer_process = scheduler.run_detokenizer_process
-    async_sglang_server.sglang_lora_target_modules = lora.target_modules
+    replaced.apply("SGLang's server", run_scheduler=run_scheduler)
 
 
 class PipelineSGLangServer(VersionedServer, SGLangHttpServer):

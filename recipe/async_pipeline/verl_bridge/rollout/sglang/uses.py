@@ -12,6 +12,7 @@ from collections.abc import Mapping
 FILES: Mapping[str, str] = {
     "verl_bridge/engine_check.py": "verify_gpu.sh",
     "lab/bench/jobs/sglang_steps.py": "benchmarks",
+    "verl_bridge/replaced.py": "start of an engine",
     "verl_bridge/rollout/served_layout.py": "proof",
     "verl_bridge/rollout/served_tensors.py": "proof",
     "verl_bridge/rollout/sglang/adapter.py": "weight load",
@@ -199,6 +200,9 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sglang.srt.entrypoints.engine:Engine": ("generate", "server_args"),
     },
     "start of an engine on a CPU": {
+        "sglang.srt.layers.logits_processor": ("torch",),
+        "sglang.srt.lora.layers": ("torch",),
+        "sglang.srt.lora.backend.torch_backend": ("torch",),
         "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'": (
             "device",
             "attention_backend",

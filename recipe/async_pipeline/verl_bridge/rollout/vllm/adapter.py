@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as vllm_ops
-import vllm.model_executor.layers.utils as vllm_layers
 from verl.utils.vllm import TensorLoRARequest
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from vllm.distributed.parallel_state import (
@@ -31,7 +30,8 @@ from ....weight_sync.engine_adapter import Computed, Conversion, Delivered, Expe
 from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
 from ....weight_sync.standby_conversion import Convert, Named
-from ....weight_sync.standby_version import Ended, ignore
+from ....weight_sync.standby_version import StagingEnded, ignore
+from ... import replaced
 from ..served_layout import parts_of
 from ..served_tensors import require_fresh_products, served_tensors
 from .block_fp8 import BlockFp8
@@ -40,8 +40,15 @@ from .layout import LAYERS, served_layout
 
 def keep_weights_unpacked() -> None:
     """Make vLLM's CPU linear layers use their weight unpacked. Call it before the model is built."""
-    vllm_ops._supports_onednn = False
-    vllm_layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    replaced.apply("vLLM's layers on a CPU")
+
+
+USE_ONEDNN = False
+
+
+def no_sgl_kernel(n: int, k: int, dtype: torch.dtype) -> bool:
+    """Return that the kernel, which packs its weight, does not support a layer."""
+    return False
 
 
 class VllmAdapter(RecordingAdapter):
@@ -103,7 +110,7 @@ class VllmAdapter(RecordingAdapter):
         self.load_adapter(manifest, manifest.adapter)
         return self._delivered_adapter(manifest, manifest.adapter)
 
-    def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
+    def prepare(self, manifest: Manifest, ended: StagingEnded = ignore) -> bool:
         return manifest.adapter is None and super().prepare(manifest, ended)
 
     def computed(self) -> Sequence[Computed]:

@@ -10,20 +10,18 @@ them afterwards. The proof is in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from verl.utils.kernel.fp8_kernel import scaled_fp8_blockwise
-from verl.utils.vllm import vllm_quant_utils
 from verl.utils.vllm.vllm_quant_utils import (
     is_fp8_weight,
     is_quantized_model,
     load_quanted_weights,
     prepare_quanted_weights_for_loading,
     process_quanted_weights_after_loading,
-    quant_weights,
 )
 
 from ....errors import ProofError
@@ -31,6 +29,7 @@ from ....weight_sync.element_map import Piece, View
 from ....weight_sync.engine_adapter import Computed
 from ....weight_sync.manifest import TensorEntry
 from ....weight_sync.standby_conversion import Convert, Converted, Named
+from ... import replaced
 from ..served_layout import ServedLayout
 
 FP8 = torch.float8_e4m3fn
@@ -74,12 +73,8 @@ class BlockFp8:
 
     def load(self, piece: Sequence[Named]) -> None:
         """Load tensors that `convert_piece` or `conversion` returned."""
-        # verl's function finds the conversion by this name and takes no other.
-        vllm_quant_utils.quant_weights = _unless_converted
-        try:
+        with replaced.applied("fp8 that is converted already"):
             load_quanted_weights(piece, self._runner)
-        finally:
-            vllm_quant_utils.quant_weights = quant_weights
 
     def conversion(self, device: torch.device) -> Convert | None:
         """Return what quantizes the last layout's weights as `convert_piece` would; None before a load."""
@@ -151,15 +146,19 @@ def _is_converted(name: str, tensor: torch.Tensor) -> bool:
     return tensor.dtype is FP8 or name.endswith(SCALE)
 
 
-def _unless_converted(weights: Iterable[Named], *args: Any, **kwargs: Any) -> Iterator[Named]:
-    """verl's `quant_weights`, which leaves weights and scales alone that are quantized already."""
-    published = []
-    for name, tensor in weights:
-        if _is_converted(name, tensor):
-            yield name, tensor
-        else:
-            published.append((name, tensor))
-    yield from quant_weights(published, *args, **kwargs)
+def unless_converted(stock: Callable[..., Iterator[Named]]) -> Callable[..., Iterator[Named]]:
+    """Return verl's `quant_weights`, which leaves weights and scales alone that are quantized already."""
+
+    def quant_weights(weights: Iterable[Named], *args: Any, **kwargs: Any) -> Iterator[Named]:
+        published = []
+        for name, tensor in weights:
+            if _is_converted(name, tensor):
+                yield name, tensor
+            else:
+                published.append((name, tensor))
+        yield from stock(published, *args, **kwargs)
+
+    return quant_weights
 
 
 def blocks_of(name: str, view: View, shape: Sequence[int], block: tuple[int, int]) -> View:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
 from ....weight_sync.answer import Part
-from ....weight_sync.versioned_engine import Attempt, VersionedEngine, Written, derived_seed
+from ....weight_sync.versioned_engine import AttemptOptions, AttemptTokens, VersionedEngine, derived_seed
 
 _PAUSE = {"abort": "abort", "drain": "wait", "freeze": "keep"}
 """vLLM's names of the pause modes."""
@@ -82,7 +82,7 @@ class VllmEngine:
     def prompt_tokens(self, request: VllmRequest) -> int:
         return len(request.prompt["prompt_token_ids"])
 
-    async def attempt(self, request: VllmRequest, how: Attempt) -> AsyncGenerator[Any, None]:
+    async def attempt(self, request: VllmRequest, how: AttemptOptions) -> AsyncGenerator[Any, None]:
         self._sent[request.request_id] = how.sent
         try:
             outputs = self._generate(
@@ -127,7 +127,7 @@ class VllmEngine:
             output.prompt_token_ids = output.prompt_token_ids[: len(output.prompt_token_ids) - said]
         return output
 
-    async def written(self, names: Sequence[str]) -> Mapping[str, Written]:
+    async def written(self, names: Sequence[str]) -> Mapping[str, AttemptTokens]:
         states = {
             name.rpartition("-")[0]: state
             for name, state in self._engine.output_processor.request_states.items()
@@ -136,7 +136,7 @@ class VllmEngine:
         for name in names:
             if name in states:
                 tokens = list(states[name].detokenizer.output_token_ids)
-                found[name] = Written(tokens, _chosen(tokens, states[name].logprobs_processor.logprobs))
+                found[name] = AttemptTokens(tokens, _chosen(tokens, states[name].logprobs_processor.logprobs))
         return found
 
     async def pause(self, mode: str) -> None:
@@ -153,20 +153,20 @@ def _chosen(tokens: Sequence[int], entries: Any) -> list[float] | None:
     return [entries[index][token].logprob for index, token in enumerate(tokens)]
 
 
-def _prompt(prompt: Any, how: Attempt) -> Any:
+def _prompt(prompt: Any, how: AttemptOptions) -> Any:
     """Return the prompt with the tokens written after it. Only prompts of the same salt share its prefix."""
     if not isinstance(prompt, dict):
         return prompt
     more: dict[str, Any] = {} if how.salt is None else {"cache_salt": how.salt}
-    if how.said:
-        more["prompt_token_ids"] = [*prompt["prompt_token_ids"], *how.said]
+    if how.written:
+        more["prompt_token_ids"] = [*prompt["prompt_token_ids"], *how.written]
     return {**prompt, **more}
 
 
-def _params(params: Any, how: Attempt) -> Any:
+def _params(params: Any, how: AttemptOptions) -> Any:
     """Return the sampling parameters for the rest of a response."""
     changed = copy.copy(params)
-    if said := len(how.said):
+    if said := len(how.written):
         changed.max_tokens = params.max_tokens - said
         changed.min_tokens = max(0, params.min_tokens - said)
         if params.seed is not None:

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ..served_layout import EXPERT_NAMES, Experts, Layers, ServedLayout, Slot
+from ..served_layout import EXPERT_NAMES, Experts, ExpertSlot, Layers, ServedLayout
 
 LAYERS = Layers(
     ColumnParallelLinear,
@@ -34,9 +34,9 @@ def served_layout(model: torch.nn.Module) -> ServedLayout:
     return ServedLayout(model, LAYERS, packed, experts)
 
 
-def _slots(model: torch.nn.Module, layer: Any) -> list[Slot]:
+def _slots(model: torch.nn.Module, layer: Any) -> list[ExpertSlot]:
     if hasattr(layer, "get_expert_mapping"):
-        of_layer: list[Slot] = layer.get_expert_mapping()
+        of_layer: list[ExpertSlot] = layer.get_expert_mapping()
         return of_layer
     experts = layer.moe_config.num_logical_experts
     redundant = layer.moe_config.num_experts - experts

@@ -13,6 +13,8 @@ import multiprocessing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ... import replaced
+
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Run the engine core as its own worker. Named by its class: on CPU vLLM replaces `uni` by `mp`, because
 the number of threads is fixed when a process starts. run_scripts/cpu_env.sh has set it, and a second
@@ -24,9 +26,7 @@ def register() -> None:
     """Add the load to the engine core. vLLM calls this before it builds an executor; no effect elsewhere."""
     if not multiprocessing.current_process().name.startswith("EngineCore"):
         return
-    from vllm.v1.engine.core import EngineCore
-
-    EngineCore.load_snapshot = load_snapshot
+    replaced.apply("vLLM's engine core")
 
 
 def load_snapshot(

@@ -15,7 +15,7 @@ Imports neither verl nor vLLM by itself.
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -23,6 +23,7 @@ from threading import Event
 from typing import Any
 
 from ....processes import end_with_parent
+from ... import replaced
 
 EARLY = "ASYNC_PIPELINE_EARLY_ENGINE"
 HOME = "recipe.async_pipeline.verl_bridge.rollout.vllm.prefork_imports"
@@ -46,15 +47,17 @@ def use() -> None:
     """Have vLLM fork its engine core from the fork server, if one was started."""
     if not _begun.is_set():
         return
-    from vllm.v1.engine import utils
+    replaced.apply("vLLM's server")
 
-    vllms_own = utils.get_mp_context
+
+def forking(vllms_own: Callable[[], Any]) -> Callable[[], ForkServerContext]:
+    """Return vLLM's `get_mp_context`, but with the fork server that `begin` has started."""
 
     def context() -> ForkServerContext:
         vllms_own()  # it also sets variables for child processes
         return _Context()
 
-    utils.get_mp_context = context
+    return context
 
 
 class _Process(ForkServerProcess):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 FILES: Mapping[str, str] = {
     "verl_bridge/engine_check.py": "verify_gpu.sh",
     "lab/bench/jobs/weight_sync_worker.py": "benchmarks",
+    "verl_bridge/replaced.py": "weight load",
     "verl_bridge/rollout/served_layout.py": "proof",
     "verl_bridge/rollout/served_tensors.py": "proof",
     "verl_bridge/rollout/vllm/adapter.py": "weight load",
@@ -195,6 +196,9 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": ("intermediate_size_per_partition",),
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": ("'w13_weight'", "'w2_weight'"),
         "vllm._custom_ops": ("cpu_prepack_moe_weight",),
+    },
+    "start of an engine on a CPU": {
+        "vllm.v1.engine.utils": ("get_mp_context",),
     },
     "dense layers on a CPU": {
         "vllm._custom_ops": ("_supports_onednn",),

@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.platforms import current_platform
 
 from ....weight_sync.manifest import Manifest, decode
-from ....weight_sync.map_check import Share
+from ....weight_sync.map_check import RankShare
 from ....weight_sync.proof import Prover
 from ....weight_sync.staging import StagingBoard
 from .adapter import VllmAdapter, keep_weights_unpacked
@@ -51,7 +51,7 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         staging = self._engine_adapter().prepare(described, partial(board.post, described.version))
         return board.name if staging else None
 
-    def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, Any], Share | None]:
+    def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, Any], RankShare | None]:
         """Load and verify one version; the engine runs nothing else meanwhile.
 
         Returns this rank's LoadReport as a dict, and its share of the published tensors if the shares of all

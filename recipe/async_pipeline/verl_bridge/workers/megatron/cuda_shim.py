@@ -84,14 +84,14 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
-    def record_event(self, event: Any = None) -> Event:
-        return Event()
+    def record_event(self, event: Any = None) -> CpuEvent:
+        return CpuEvent()
 
     def query(self) -> bool:
         return True
 
 
-class Event:
+class CpuEvent:
     """An event that has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ REPLACED: dict[str, Any] = {
     "max_memory_allocated": _no_bytes,
     "memory_reserved": _no_bytes,
     "Stream": Stream,
-    "Event": Event,
+    "Event": CpuEvent,
     "current_stream": lambda *device: Stream(),
     "default_stream": lambda *device: Stream(),
     "stream": lambda stream: nullcontext(),

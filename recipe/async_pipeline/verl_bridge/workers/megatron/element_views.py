@@ -17,7 +17,7 @@ CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class View:
+class ParameterView:
     """A strided view of a parameter: the elements of one block of a tensor, in its order."""
 
     size: tuple[int, ...]
@@ -56,7 +56,7 @@ def cut(tensors: dict[str, torch.Tensor]) -> dict[str, Cut]:
     return found
 
 
-def fitted(row: torch.Tensor, column: torch.Tensor, columns: int) -> View | None:
+def fitted(row: torch.Tensor, column: torch.Tensor, columns: int) -> ParameterView | None:
     """Return the strided view of the parameter whose elements are at (row, column), or None if no view is.
 
     A dimension with two strides, such as the rows of a query that is interleaved with keys and values,
@@ -78,7 +78,7 @@ def fitted(row: torch.Tensor, column: torch.Tensor, columns: int) -> View | None
         size.append(period)
         stride.append(int(along[1] - along[0]) if period > 1 else 0)
     first = int(row.flatten()[0]) * columns + int(column.flatten()[0])
-    view = View(tuple(size), tuple(stride), first)
+    view = ParameterView(tuple(size), tuple(stride), first)
     return view if explains(view, row, column, columns) else None
 
 
@@ -89,7 +89,7 @@ def period_of(line: torch.Tensor) -> int:
     return int(other[0]) + 1 if len(other) else len(line)
 
 
-def explains(view: View, row: torch.Tensor, column: torch.Tensor, columns: int) -> bool:
+def explains(view: ParameterView, row: torch.Tensor, column: torch.Tensor, columns: int) -> bool:
     """Return whether each element of the view is the one that (row, column) names."""
     row, column = row.reshape(view.size), column.reshape(view.size)
     inner = torch.tensor(0)

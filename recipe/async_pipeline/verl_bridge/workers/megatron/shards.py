@@ -27,9 +27,9 @@ from verl.workers.engine.megatron.delta_export import _NAN_POOL, make_probe
 from ....console import echo
 from ....errors import WeightSyncError
 from ....observe.table import MARK
-from ....weight_sync.arena import Part
+from ....weight_sync.arena import HeldBlock
 from ..shards import Assembled, Held
-from .element_views import View, cut, fitted
+from .element_views import ParameterView, cut, fitted
 
 PLAN = "_async_pipeline_plan"
 """The attribute of an engine that keeps its plan."""
@@ -38,11 +38,11 @@ EXACT = 2**24
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """What this rank holds of one tensor."""
 
     parameter: torch.Tensor
-    view: View
+    view: ParameterView
     offset: tuple[int, ...]
     """Index of the block's first element in the tensor."""
     block: tuple[int, ...]
@@ -52,22 +52,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PublishPlan:
     """All tensors of the model, in an order that is the same on all ranks."""
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    pieces: dict[str, Piece]
+    pieces: dict[str, ShardPiece]
 
-    def parts(self, *, replicated: bool) -> list[Part]:
+    def parts(self, *, replicated: bool) -> list[HeldBlock]:
         """Return this rank's parts; the ones that other ranks publish have no values."""
         parts = []
         for name, shape, dtype in self.tensors:
             piece = self.pieces.get(name)
             if piece is None or not (piece.writes or replicated):
-                parts.append(Part(name, shape, dtype, (0,) * len(shape), None))
+                parts.append(HeldBlock(name, shape, dtype, (0,) * len(shape), None))
             else:
                 values = piece.view.of(piece.parameter)
-                parts.append(Part(name, shape, dtype, piece.offset, values, piece.block))
+                parts.append(HeldBlock(name, shape, dtype, piece.offset, values, piece.block))
         return parts
 
 
@@ -82,7 +82,7 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
     load_megatron_model_to_gpu(engine.module, load_grad=False)
     if not hasattr(engine, PLAN):
         setattr(engine, PLAN, make_plan(engine))
-    plan: Plan | None = getattr(engine, PLAN)
+    plan: PublishPlan | None = getattr(engine, PLAN)
     return None if plan is None else Held(plan.parts(replicated=replicated), None)
 
 
@@ -92,12 +92,12 @@ def assembled(engine: Any) -> Assembled:
     return Assembled(iter(weights), None)
 
 
-def make_plan(engine: Any) -> Plan | None:
+def make_plan(engine: Any) -> PublishPlan | None:
     """Learn what this rank holds. A collective; returns None on all ranks if one cannot.
 
     Raises WeightSyncError if the ranks do not have the same tensors.
     """
-    found: list[tuple[str, tuple[int, ...], torch.dtype, Piece]] = []
+    found: list[tuple[str, tuple[int, ...], torch.dtype, ShardPiece]] = []
     problem = computes(engine)
     if problem is None:
         try:
@@ -123,7 +123,7 @@ def make_plan(engine: Any) -> Plan | None:
     tensors = tuple(sorted(union, key=lambda tensor: tensor[0]))
     if len({name for name, _, _ in tensors}) != len(tensors):
         raise WeightSyncError("Megatron's ranks disagree about the shape or the dtype of a tensor")
-    return Plan(tensors, {name: piece for name, _, _, piece in found})
+    return PublishPlan(tensors, {name: piece for name, _, _, piece in found})
 
 
 def computes(engine: Any) -> str | None:
@@ -140,7 +140,7 @@ def computes(engine: Any) -> str | None:
     return None
 
 
-def pieces_of(task: Any) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Piece]]:
+def pieces_of(task: Any) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, ShardPiece]]:
     """Yield name, shape and dtype of the tensors that a parameter is part of, with this rank's piece.
 
     Raises NotRearranged if a piece is not a strided view of the parameter.
@@ -169,7 +169,7 @@ def pieces_of(task: Any) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Pi
         view = fitted(row, column, columns)
         if view is None:
             raise NotRearranged(f"{name} is not a strided view of {task.global_param_name}")
-        yield name, shape, parameter.dtype, Piece(parameter, view, offset, tuple(row.shape), writes)
+        yield name, shape, parameter.dtype, ShardPiece(parameter, view, offset, tuple(row.shape), writes)
 
 
 def is_writer(mapping: Any, parameter: torch.Tensor) -> bool:

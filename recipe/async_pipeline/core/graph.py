@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stages a pipeline has, and which stage consumes the items of which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..errors import ConfigError
+from .stage import ROLES, RoleStateMachine
+
+GRAPH: Mapping[str, tuple[str, ...]] = {
+    "dataloader": ("generate",),
+    "generate": ("rollout",),
+    "rollout": ("logp", "ref_logp", "values"),
+    "logp": ("reward",),
+    "ref_logp": ("reward",),
+    "values": ("reward",),
+    "reward": ("train", "critic"),
+    "critic": (),
+    "train": ("param_update",),
+    "param_update": (),
+}
+"""The consumers of each stage. A stage that a run does not need is left out with its edges."""
+
+OPTIONAL = ("ref_logp", "values", "critic")
+"""Stages that a run may leave out."""
+
+
+def role_class(name: str) -> type[RoleStateMachine]:
+    """Return the class of a stage. Raises ConfigError if none is registered under the name."""
+    if name not in ROLES:
+        raise ConfigError(f"no stage is called {name!r}; registered: {', '.join(sorted(ROLES))}")
+    return ROLES[name]
+
+
+def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the graph of these stages only.
+
+    Raises ConfigError if a stage is unknown or a required one is missing.
+    """
+    wanted = set(roles)
+    unknown = wanted - GRAPH.keys()
+    if unknown:
+        raise ConfigError(f"unknown stages {sorted(unknown)}; the pipeline has {', '.join(GRAPH)}")
+    missing = GRAPH.keys() - wanted - set(OPTIONAL)
+    if missing:
+        raise ConfigError(f"stages {sorted(missing)} cannot be left out; only {', '.join(OPTIONAL)} can")
+    if ("values" in wanted) != ("critic" in wanted):
+        raise ConfigError("stages values and critic belong together; name both or neither")
+    return {a: tuple(b for b in bs if b in wanted) for a, bs in GRAPH.items() if a in wanted}
+
+
+def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str, before: str) -> None:
+    """Insert a registered stage into the edge `after` -> `before` of a graph.
+
+    Raises ConfigError if the stage or the edge does not exist, or the stage is in the graph already.
+    """
+    if role_name not in ROLES:
+        raise ConfigError(
+            f"no stage is called {role_name!r}; decorate its class with @register_role({role_name!r})"
+        )
+    if role_name in graph:
+        raise ConfigError(f"stage {role_name!r} is in the pipeline already")
+    if before not in graph.get(after, ()):
+        edges = ", ".join(f"{a}->{b}" for a, bs in graph.items() for b in bs)
+        raise ConfigError(f"there is no edge {after}->{before} to insert {role_name!r} on; edges: {edges}")
+    graph[after] = tuple(role_name if b == before else b for b in graph[after])
+    graph[role_name] = (before,)

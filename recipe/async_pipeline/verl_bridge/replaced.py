@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every name of verl, SGLang, vLLM or TransferQueue that is replaced at run time.
+
+A name is replaced where its package offers no setting, argument or base class; small faults of verl are
+patched (`patches/`). The process that needs a part of the table applies it:
+
+    from .. import replaced
+    replaced.apply("trainer")
+
+Importing this module loads nothing else, because processes of engines import it before their engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, reduce
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from .after_import import after_import
+
+
+class Replacement(NamedTuple):
+    """A name of another package, and what takes its place."""
+
+    module: str
+    name: str
+    """`name`, or `Class.member`."""
+    by: str
+    """`module:name` below `verl_bridge`; without a colon, the argument of `apply` that has this name."""
+    why: str
+    remove_when: str
+    wraps: bool = False
+    """Whether `by` is a function that gets what is replaced and returns the replacement."""
+
+
+REPLACED: Mapping[str, tuple[Replacement, ...]] = {
+    # The trainer's process.
+    "trainer": (
+        Replacement(
+            "verl.trainer.ppo.v1.trainer_base",
+            "LLMServerManager",
+            "rollout.server_manager:ColocatedLoadBalancer",
+            why="the trainer must not start replicas, and the load balancer must be on the trainer's node",
+            remove_when="verl's trainer takes the class of its server manager from the config",
+        ),
+        Replacement(
+            "verl.trainer.ppo.v1.trainer_base",
+            "RewardLoopManager",
+            "reward.worker_manager:PipelineRewardLoopManager",
+            why="a reward worker whose process ends is started again, and takes responses as lists",
+            remove_when="verl's trainer takes the class of its reward manager from the config",
+        ),
+        Replacement(
+            "verl.trainer.ppo.v1.trainer_base",
+            "get_seqlen_balanced_partitions",
+            "trainer.balancing:balanced_partitions",
+            why="verl sorts tensors of one element each, which takes seconds for 16,384 responses",
+            remove_when="verl sorts numbers",
+        ),
+        Replacement(
+            "verl.trainer.ppo.v1.trainer_base",
+            "compute_advantage_for_multi_trajectories",
+            "trainer.session_advantages:advantages",
+            why="verl reads the advantage of a session from a token that may be masked",
+            remove_when="verl takes the advantage from the score of the session",
+        ),
+    ),
+    # Every process that uses TransferQueue.
+    "sample store client": (
+        Replacement(
+            "transfer_queue.utils.common",
+            "psutil",
+            "sample_store:counted_once",
+            why="TransferQueue counts the cores for each request, from a file for each core",
+            remove_when="TransferQueue counts them once",
+            wraps=True,
+        ),
+        Replacement(
+            "transfer_queue.client",
+            "TQ_NUM_THREADS",
+            "sample_store:at_most_cores",
+            why="TransferQueue warns in each request if there are fewer cores than threads",
+            remove_when="TransferQueue warns once",
+            wraps=True,
+        ),
+        Replacement(
+            "transfer_queue.storage.simple_storage",
+            "TQ_NUM_THREADS",
+            "sample_store:at_most_cores",
+            why="as in transfer_queue.client",
+            remove_when="TransferQueue warns once",
+            wraps=True,
+        ),
+    ),
+    # The driver, before `transfer_queue.init`.
+    "sample store": (
+        Replacement(
+            "transfer_queue.storage.bootstrap.simple_storage_bootstrap",
+            "SimpleStorageUnit",
+            "sample_store:storage_actor",
+            why="the process of a storage needs the part `sample store client`",
+            remove_when="that part is empty",
+            wraps=True,
+        ),
+        Replacement(
+            "transfer_queue.interface",
+            "TransferQueueController",
+            "sample_store:controller_actor",
+            why="the controller's process needs the part `sample store controller`",
+            remove_when="that part is empty",
+            wraps=True,
+        ),
+    ),
+    "sample store controller": (
+        Replacement(
+            "transfer_queue.controller",
+            "FieldMeta.remove_samples",
+            "sample_store:remove_samples",
+            why="to clear samples, TransferQueue looks at all samples that remain",
+            remove_when="TransferQueue stops at the second shape",
+        ),
+    ),
+    # Agent loop workers.
+    "agent loops": (
+        Replacement(
+            "verl.experimental.agent_loop.agent_loop",
+            "hydra",
+            "agent_loop.hydra_cache:hydra_of_agent_loops",
+            why="verl resolves the class of the agent loop, and merges its config, for each response",
+            remove_when="verl instantiates an agent loop once",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.experimental.agent_loop.agent_loop",
+            "create_continuous_token_builder",
+            "agent_loop.prompt_tokens:created_once",
+            why="verl creates the builder of chat templates for each response",
+            remove_when="verl creates it once for a worker",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.experimental.agent_loop.agent_loop",
+            "AgentLoopBase.ct_build_initial_tokens",
+            "agent_loop.prompt_tokens:tokenized_once",
+            why="verl tokenizes the prompt for each response of its group",
+            remove_when="verl tokenizes a prompt once",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.experimental.agent_loop.agent_loop",
+            "AgentLoopBase.ct_merge_assistant_token",
+            "agent_loop.prompt_tokens:merge_assistant_token",
+            why="verl appends the tokens of a turn in a thread, which takes longer to wake than to run",
+            remove_when="verl does so on the event loop",
+        ),
+        Replacement(
+            "verl.trainer.ppo.v1.agent_loop_tq",
+            "tq",
+            "agent_loop.stored_sessions:STORE",
+            why="verl stores each session with one put; a group is stored with one",
+            remove_when="verl's worker has a method that stores a session",
+        ),
+        Replacement(
+            "verl.trainer.ppo.v1.agent_loop_tq",
+            "list_of_dict_to_tensordict",
+            "agent_loop.stored_sessions:columns_of",
+            why="as `tq`: a group is stored as rows",
+            remove_when="verl's worker has a method that stores a session",
+        ),
+    ),
+    "long prompts": (
+        Replacement(
+            "verl.experimental.agent_loop.agent_loop",
+            "AgentLoopBase._cap_text_prompt_length",
+            "refuse",
+            why="verl cuts the beginning of a prompt that is too long, which holds the instructions",
+            remove_when="verl has a setting that refuses such prompts",
+            wraps=True,
+        ),
+    ),
+    "tools": (
+        Replacement(
+            "verl.experimental.agent_loop.tool_agent_loop",
+            "ToolAgentLoop._call_tool",
+            "agent_loop.tool_calls:limited",
+            why="verl waits for a tool for as long as it takes, and a tool that calls exit() ends the worker",
+            remove_when="verl has a deadline for tools",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.tools.function_tool",
+            "FunctionTool.call",
+            "agent_loop.tool_calls:call_function",
+            why="verl calls functions in the few threads of its loop, so that some that hang stop all others",
+            remove_when="verl calls each in a separate thread",
+        ),
+    ),
+    # Every process that imports verl with VERL_PLATFORM=cpu.
+    "CPU platform": (
+        Replacement(
+            "verl.utils.distributed",
+            "initialize_global_process_group_ray",
+            "cpu_overrides:with_gloo",
+            why="verl names the device `cpu` twice in a backend string, which torch refuses",
+            remove_when="verl supports a CPU platform",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.utils.model",
+            "load_valuehead_model",
+            "cpu_overrides:load_valuehead_model",
+            why="verl loads a critic with flash attention",
+            remove_when="verl uses the attention of the model's config",
+        ),
+    ),
+    # Training workers on the CPU platform.
+    "training on a CPU": (
+        Replacement(
+            "verl.workers.engine.fsdp.transformer_impl",
+            "CPUOffloadPolicy",
+            "workers.training_worker:without_pinned_memory",
+            why="verl pins the memory of a model that only computes forward, which requires an accelerator",
+            remove_when="verl pins memory only if there is an accelerator",
+            wraps=True,
+        ),
+    ),
+    # Rollout servers with vLLM, and the processes of its engine.
+    "vLLM's server": (
+        Replacement(
+            "vllm.v1.engine.utils",
+            "get_mp_context",
+            "rollout.vllm.prefork:forking",
+            why="vLLM spawns its engine core, whose imports take seconds; the fork server has made them",
+            remove_when="vLLM takes the context of its processes from a setting",
+            wraps=True,
+        ),
+    ),
+    "vLLM's engine core": (
+        Replacement(
+            "vllm.v1.engine.core",
+            "EngineCore.load_snapshot",
+            "rollout.vllm.plugin:load_snapshot",
+            why="a version is loaded between two steps, and only the engine core knows how far requests are",
+            remove_when="vLLM has extensions of the engine core",
+        ),
+    ),
+    "vLLM's layers on a CPU": (
+        Replacement(
+            "vllm._custom_ops",
+            "_supports_onednn",
+            "rollout.vllm.adapter:USE_ONEDNN",
+            why="a packed weight cannot be compared with the published one",
+            remove_when="vLLM can keep weights unpacked on a CPU",
+        ),
+        Replacement(
+            "vllm.model_executor.layers.utils",
+            "check_cpu_sgl_kernel",
+            "rollout.vllm.adapter:no_sgl_kernel",
+            why="as _supports_onednn",
+            remove_when="vLLM can keep weights unpacked on a CPU",
+        ),
+    ),
+    "fp8 that is converted already": (
+        Replacement(
+            "verl.utils.vllm.vllm_quant_utils",
+            "quant_weights",
+            "rollout.vllm.block_fp8:unless_converted",
+            why="verl's loader finds the conversion by this name, and would convert weights a second time",
+            remove_when="verl's loader takes the conversion as an argument",
+            wraps=True,
+        ),
+    ),
+    # Rollout servers with SGLang, and its schedulers.
+    "SGLang's server": (
+        Replacement(
+            "sglang.srt.entrypoints.engine",
+            "run_scheduler_process",
+            "run_scheduler",
+            why="the scheduler's process must apply the part `SGLang's scheduler`",
+            remove_when="SGLang takes the function from its caller",
+        ),
+        Replacement(
+            "sglang.srt.entrypoints.engine",
+            "run_detokenizer_process",
+            "rollout.sglang.scheduler:run_detokenizer_process",
+            why="the process must end with its parent",
+            remove_when="SGLang's detokenizer ends with its parent",
+        ),
+        Replacement(
+            "verl.workers.rollout.sglang_rollout.async_sglang_server",
+            "sglang_lora_target_modules",
+            "rollout.sglang.lora:target_modules",
+            why="verl names modules for adapters that SGLang does not have",
+            remove_when="verl names the modules of the adapter",
+        ),
+    ),
+    "SGLang's scheduler": (
+        Replacement(
+            "sglang.srt.managers.scheduler",
+            "Scheduler",
+            "rollout.sglang.scheduler:pipeline_scheduler",
+            why="the scheduler must take this package's calls: loads, proofs and states of requests",
+            remove_when="SGLang takes the class of its scheduler from its caller",
+            wraps=True,
+        ),
+    ),
+    "SGLang's scheduler on a CPU": (
+        Replacement(
+            "sglang.srt.layers.logits_processor",
+            "torch",
+            "rollout.sglang.cpu_stubs:WITHOUT_PINNING",
+            why="it pins tensors to score a prompt, which torch's CPU build cannot do",
+            remove_when="SGLang pins tensors for an accelerator only",
+        ),
+        Replacement(
+            "sglang.srt.lora.layers",
+            "torch",
+            "rollout.sglang.cpu_stubs:WITHOUT_PINNING",
+            why="it pins tensors of LoRA adapters",
+            remove_when="SGLang pins tensors for an accelerator only",
+        ),
+        Replacement(
+            "sglang.srt.lora.backend.torch_backend",
+            "torch",
+            "rollout.sglang.cpu_stubs:WITHOUT_PINNING",
+            why="it pins tensors of LoRA adapters",
+            remove_when="SGLang pins tensors for an accelerator only",
+        ),
+    ),
+}
+"""By the part that a process applies."""
+
+_Place = tuple[str, str]
+_stock: dict[_Place, Any] = {}
+_ours: dict[_Place, Any] = {}
+_awaited: set[_Place] = set()
+
+
+def apply(part: str, **given: Any) -> None:
+    """Replace the names of a part in this process, importing their modules.
+
+    `given` has the values that rows name, and the arguments of functions that wrap. A second call replaces
+    what the first one has put there.
+    """
+    for row in REPLACED[part]:
+        _replace(row, importlib.import_module(row.module), given)
+
+
+def apply_on_import(part: str) -> None:
+    """Replace the names of a part when this process imports their modules, if it ever does. Idempotent."""
+    for row in REPLACED[part]:
+        if (row.module, row.name) not in _awaited:
+            _awaited.add((row.module, row.name))
+            after_import(row.module, partial(_replace, row, given={}))
+
+
+@contextmanager
+def applied(part: str, **given: Any) -> Iterator[None]:
+    """Replace the names of a part within, for this whole process."""
+    apply(part, **given)
+    try:
+        yield
+    finally:
+        for row in REPLACED[part]:
+            owner, name = _owner(row, importlib.import_module(row.module))
+            setattr(owner, name, _stock[row.module, row.name])
+
+
+def _replace(row: Replacement, module: ModuleType, given: Mapping[str, Any]) -> None:
+    place = row.module, row.name
+    owner, name = _owner(row, module)
+    present = getattr(owner, name, None)
+    if place not in _ours or present is not _ours[place]:
+        _stock[place] = present
+    value = _named(row.by) if ":" in row.by else given[row.by]
+    if row.wraps:
+        value = value(_stock[place], **given) if ":" in row.by else value(_stock[place])
+    _ours[place] = value
+    setattr(owner, name, value)
+
+
+def _owner(row: Replacement, module: ModuleType) -> tuple[Any, str]:
+    *classes, name = row.name.split(".")
+    return reduce(getattr, classes, module), name
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
