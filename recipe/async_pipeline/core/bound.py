@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of the step time: how long a step must take at a lag, whoever asks.
+"""The law of the step time: how long a step must take at a lag, for plan, bench and report.
 
     pools    the devices of a pool do their own work of a step, one stage after another
     loop     a batch that is admitted when version v is served is trained by step v + max_lag + 1; until then
