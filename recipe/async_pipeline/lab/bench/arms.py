@@ -12,10 +12,11 @@ from ...errors import ConfigError
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _BRIDGE = "recipe.async_pipeline.verl_bridge"
+_JOBS = "recipe.async_pipeline.lab.bench.jobs"
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor that our own servers choose on CPUs; the bridge names the same one."""
 ENGINES = ("vllm", "sglang")
-SGLANG_BACKEND = f"{_BRIDGE}.bench.sglang_backend"
+SGLANG_BACKEND = f"{_JOBS}.sglang_backend"
 """The checkpoint engine of verl's workers with SGLang."""
 DEVICES = 2
 """Devices of every arm, with one thread each; one arm has a third device for its reference policy."""
@@ -45,13 +46,13 @@ class Arm(NamedTuple):
     bounded_lag: bool
     """Whether responses are at most batches_in_flight - 1 versions old; else fast groups overtake slow."""
     overrides: dict[str, Any]
-    entry: str = f"{_BRIDGE}.bench.job"
+    entry: str = f"{_JOBS}.job"
     """Module that starts the job."""
 
     @property
     def runs_sglang(self) -> bool:
         """Whether the arm can have SGLang for its engine: engines that share devices with training do not."""
-        return not self.shared_devices and self.entry == f"{_BRIDGE}.bench.job"
+        return not self.shared_devices and self.entry == f"{_JOBS}.job"
 
     def with_engine(self, engine: str) -> dict[str, Any]:
         """Return the overrides with one of `ENGINES`."""
@@ -138,7 +139,7 @@ ARMS: dict[str, Arm] = {
     "verl_colocate_async": Arm(False, True, 4, False, _COLOCATE),
     "verl_separate_async": Arm(False, False, 4, False, _SEPARATE),
     "verl_separate_async_lag3": Arm(False, False, 4, True, _SEPARATE | _LAG_3),
-    "verl_fully_async": Arm(False, False, 4, False, _FULLY_ASYNC, f"{_BRIDGE}.bench.fully_async_job"),
+    "verl_fully_async": Arm(False, False, 4, False, _FULLY_ASYNC, f"{_JOBS}.fully_async_job"),
     "on_policy": _pipeline_arm("on_policy", 0),
     "one_step_off": _pipeline_arm("one_step_off", 1),
     "n_step_ahead": _pipeline_arm("n_step_ahead", 3),
