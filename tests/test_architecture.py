@@ -87,7 +87,8 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Imported for what it imports.
     "verl_bridge/rollout/vllm/prefork_imports.py": "verl_bridge/rollout/vllm/test_prefork.py",
     # Live in processes of Ray and of vLLM, with models in them.
-    "verl_bridge/trainer/async_trainer.py": WHOLE_JOB,
+    "verl_bridge/trainer/pipeline_run.py": WHOLE_JOB,
+    "verl_bridge/trainer/verl_trainer.py": WHOLE_JOB,
     "verl_bridge/trainer/generation.py": WHOLE_JOB,
     "verl_bridge/trainer/log_probs.py": "e2e/test_pools.py",
     "verl_bridge/trainer/startup.py": WHOLE_JOB,

@@ -64,6 +64,21 @@ def test_every_kind_of_use_is_found(sources_of: MakeSources) -> None:
     }
 
 
+def test_members_of_an_annotated_attribute_are_used(sources_of: MakeSources) -> None:
+    ours = """
+from verl.base import Base
+class Run:
+    base: Base
+    other: int
+    def go(self):
+        self.base.run(1)
+        return self.base.state, self.base.nothing, self.other.kept
+"""
+    sources = sources_of({"verl/base.py": VERL, "pkg/mine.py": ours})
+    found = {(use.place, use.how) for use in uses_of(sources)} - {("verl.base:Base", "imports")}
+    assert found == {("verl.base:Base.run", "uses"), ("verl.base:Base.state", "uses")}
+
+
 def test_a_row_of_the_table_of_replacements_is_a_use_of_what_it_replaces(sources_of: MakeSources) -> None:
     rows = """
 ROWS = (

@@ -199,7 +199,7 @@ def test_the_strategies_are_registered_with_verl(launch: ModuleType, load: Load)
     get = load("verl.trainer.ppo.v1.trainer_base").get_trainer_cls
     ours.ensure_registered("recipe.async_pipeline.strategies:FullyAsync")
     for name in (*STRATEGIES, "recipe.async_pipeline.strategies:FullyAsync"):
-        assert get(name) is ours.AsyncPipelineTrainer
+        assert get(name) is ours.VerlTrainer
     for wrong, reason in (("no_such_module:C", "cannot be imported"), ("builtins:dict", "must subclass")):
         with pytest.raises(ConfigError, match=reason):
             ours.ensure_registered(wrong)

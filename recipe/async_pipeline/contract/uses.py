@@ -2,7 +2,7 @@
 """What the code of this package uses of verl: names, calls, overridden and inherited members.
 
 Derived from the syntax alone. Not seen: members of objects that verl hands over, such as its trainer's
-worker groups, and classes that are built at run time.
+worker groups, except through attributes that a class annotates; and classes that are built at run time.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def uses_of(sources: Sources) -> Iterator[Use]:
     for module in sources.own_modules():
         aliases = _aliases(sources, module)
         yield from _named(sources, module, aliases)
+        yield from _through_attributes(sources, module, aliases)
     for subclass in subclasses(sources):
         yield from _inherited(sources, subclass)
 
@@ -222,6 +223,26 @@ def _inherited(sources: Sources, subclass: Subclass) -> Iterator[Use]:
                 yield _override(f"{place}.{name}", member)
         for owner in own:
             yield from _through_self(owner, place, set(theirs), set(defined))
+
+
+def _through_attributes(sources: Sources, module: Module, aliases: Mapping[str, Import]) -> Iterator[Use]:
+    """Yield what methods take from attributes of `self` that their class annotates with a class of verl."""
+    for owner in module.tree.body:
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        typed = {
+            node.target.id: place
+            for node in owner.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+            if (place := _chain(sources, node.annotation, aliases))
+        }
+        for node in ast.walk(owner) if typed else ():
+            match node:
+                case ast.Attribute(value=ast.Attribute(value=ast.Name(id="self"), attr=name)) if (
+                    name in typed
+                ):
+                    if place := _below(sources, typed[name], node.attr):
+                        yield Use(place=place, how="uses", where=_where(module, node))
 
 
 def _override(place: str, member: ClassMember) -> Use:

@@ -20,16 +20,20 @@ from .schedule import Schedule
 class PipelineTrainer(Protocol):
     """What `AsyncTrainingFlow` requires of a trainer."""
 
-    schedule: Schedule
-    """Which groups each step takes, and what is published, validated and saved."""
     wait_timeout_s: float | None
     """Deadline of each wait of a stage, in seconds; None: no deadline."""
-    facts: Mapping[str, Any]
-    """What the ledger's first record says of the run."""
     caution: Caution
     """When to reduce the asynchrony of weight updates."""
     resumed: FlowState | None
     """The checkpoint of the step before the first; None if the run starts from the beginning."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which groups each step takes, and what is published, validated and saved."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the ledger's first record says of the run."""
 
     def roles(self) -> Sequence[str]:
         """Return the stages of this run; a run without a reference policy has no `ref_logp`."""

@@ -3,7 +3,7 @@
 
 A strategy is a `Schedule`. To add one here, write a file and a line in `STRATEGIES`; to bring your own, name
 it `module:Class`. A class that also changes how the trainer works subclasses verl_bridge's
-`AsyncPipelineTrainer` and names its schedule in `schedule_class`.
+`VerlTrainer` and names its schedule in `schedule_class`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ REPLACED_ARGUMENTS = {
     ),
 }
 """vLLM's arguments that would contradict what the pipeline knows about the engine, with the remedy."""
-OWN_EXTENSIONS = "recipe.async_pipeline.verl_bridge."
+OWN_EXTENSIONS = "recipe.async_pipeline."
 """Extensions from here derive from the pipeline's own one, such as the benchmark's, which records steps."""
 
 WEIGHTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")

@@ -15,10 +15,10 @@ from ..ray_cluster import require_run_dir
 from ..rollout.server_manager import PipelineServerManager
 from ..run_config import runtime_of
 from . import flow_advantages  # noqa: F401  registers its estimator with verl
-from .async_trainer import AsyncPipelineTrainer
+from .verl_trainer import VerlTrainer
 
 for _name in STRATEGIES:
-    register_trainer(_name)(AsyncPipelineTrainer)
+    register_trainer(_name)(VerlTrainer)
 
 
 def begin(config: DictConfig) -> None:
@@ -48,10 +48,10 @@ def ensure_registered(name: str) -> None:
         return
     cls = load_class(name)
     if issubclass(cls, Schedule):
-        cls = AsyncPipelineTrainer
-    elif not issubclass(cls, AsyncPipelineTrainer):
+        cls = VerlTrainer
+    elif not issubclass(cls, VerlTrainer):
         raise ConfigError(
             f"strategy {name} must subclass recipe.async_pipeline.strategies.Schedule or the trainer "
-            f"{AsyncPipelineTrainer.__module__}.{AsyncPipelineTrainer.__name__}; got neither"
+            f"{VerlTrainer.__module__}.{VerlTrainer.__name__}; got neither"
         )
     register_trainer(name)(cls)

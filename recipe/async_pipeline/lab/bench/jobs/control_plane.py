@@ -25,13 +25,15 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.rollout.replica import RolloutReplica
 
 from ....core.items import Publication, StepBatch
+from ....core.schedule import Schedule
 from ....verl_bridge.control_calls import GROUPS
 from ....verl_bridge.direct_calls import DirectCaller
 from ....verl_bridge.rollout.bounded_replica import BoundedReplica
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
-from ....verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 from ....verl_bridge.trainer.generation import PARTITION
+from ....verl_bridge.trainer.pipeline_run import PipelineRun
 from ....verl_bridge.trainer.sample_metrics import SampleMeters
+from ....verl_bridge.trainer.verl_trainer import VerlTrainer
 from ....weight_sync.manifest import WeightTicket
 from ..control_plane import CHECK, END, ENGINE, LOOP, SERVED, TRAINED
 from ..loop_lag import LagMeter
@@ -113,7 +115,7 @@ class _WithoutWorkers(PPOTrainer):  # type: ignore[misc]
         self._init_dump_executor()
         self._init_resource_pool_mgr()
         self.actor_rollout_wg, self.teacher_model_manager = _NoWorkers(), None
-        self.startup.servers = PipelineServerManager.started(self.config)
+        self.pipeline.startup.servers = PipelineServerManager.started(self.config)
         self.reward_loop_manager = trainer_base.RewardLoopManager(config=self.config, rm_resource_pool=None)
         self.llm_server_manager = trainer_base.LLMServerManager.create_empty(config=self.config)
         self._load_checkpoint()
@@ -125,12 +127,12 @@ class _Meters(SampleMeters):
         return {}, None
 
 
-class IdleTrainer(AsyncPipelineTrainer, _WithoutWorkers):
-    """The pipeline's trainer without the work on devices and on tensors."""
+class IdleRun(PipelineRun):
+    """A run without the work on devices and on tensors."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.meters = _Meters(config, self.knobs.staleness.max_lag)
+    def __init__(self, verl: Any, schedule_class: type[Schedule] | None = None) -> None:
+        super().__init__(verl, schedule_class)
+        self.meters = _Meters(self.config, self.knobs.staleness.max_lag)
         self._memory = psutil.Process()
 
     async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
@@ -141,9 +143,6 @@ class IdleTrainer(AsyncPipelineTrainer, _WithoutWorkers):
 
     async def update(self, batch: StepBatch) -> StepBatch:
         return batch
-
-    def _compute_metrics(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: verl computes metrics of the tensors here."""
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         """Record a span for each weight update."""
@@ -176,13 +175,22 @@ class IdleTrainer(AsyncPipelineTrainer, _WithoutWorkers):
                 await caller.call("check")
             await asyncio.sleep(CHECK_EVERY_S)
 
+
+class IdleTrainer(VerlTrainer, _WithoutWorkers):
+    """verl's trainer of such a run."""
+
+    run_class = IdleRun
+
+    def _compute_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: verl computes metrics of the tensors here."""
+
     def fit(self, agent_loop_manager: Any) -> None:
         """Run, then record how many requests each server had at most, and the samples that were not freed."""
         # Their start is not measured, so it must be over.
         started = [*agent_loop_manager.agent_loop_workers, *self.reward_loop_manager.reward_loop_workers]
         ray.get([worker.__ray_call__.remote(_nothing) for worker in started])
         super().fit(agent_loop_manager)
-        servers = [replica.servers[0] for replica in self.rollout_pool.replicas]
+        servers = [replica.servers[0] for replica in self.pipeline.rollout_pool.replicas]
         most = ray.get([server.most_open_requests.remote() for server in servers])
         left = len((tq.kv_list(PARTITION) or {}).get(PARTITION, {}))
         of_this_job().add(END, time.monotonic(), most_open_requests=most, left_in_store=left)

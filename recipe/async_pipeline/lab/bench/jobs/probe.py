@@ -12,7 +12,7 @@ from typing import Any
 import verl.trainer.ppo.v1 as verl_v1
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from ....verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
+from ....verl_bridge.trainer.verl_trainer import VerlTrainer
 from ....weight_sync.manifest import WeightTicket
 from ..spans import POLL_S, REFERENCE, SpanFile, of_this_job
 from ..waits import LognormalWait
@@ -43,9 +43,8 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
 
         def _compute_ref_log_prob(self, batch: Any, metrics: Any) -> Any:
             # On separate devices it is not work of the training devices.
-            separate = isinstance(self, AsyncPipelineTrainer) and self.pool_of("ref_logp") != self.pool_of(
-                "train"
-            )
+            pool_of = self.pipeline.pool_of if isinstance(self, VerlTrainer) else lambda role: None
+            separate = pool_of("ref_logp") != pool_of("train")
             with spans.measure("ref_log_prob_apart" if separate else "ref_log_prob"):
                 if waits is not None:
                     time.sleep(waits[1].draw(waits[0], "reference", next(self._references)))
@@ -86,9 +85,9 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
     Only the gather blocks the training devices, and only the load pauses a replica.
     """
 
-    class ProbedPipeline(probed(trainer, spans, None)):  # type: ignore[misc]
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
+    class ProbedRun(trainer.run_class):  # type: ignore[misc, name-defined]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
             self._gathering: dict[int, float] = {}
 
         async def gather(self, version: int) -> WeightTicket:
@@ -105,6 +104,9 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
             # The load is the last part. Replicas load in turn, so each pauses for its share on average.
             spans.add("paused", ended - publication.stall_s / publication.replicas, ended)
             return publication
+
+    class ProbedPipeline(probed(trainer, spans, None)):  # type: ignore[misc]
+        run_class = ProbedRun
 
     return ProbedPipeline
 
@@ -124,7 +126,7 @@ class ProbedTaskRunner(_StockRunner):  # type: ignore[misc]
 
         def lookup(mode: str) -> Any:
             trainer = stock_lookup(mode)
-            if issubclass(trainer, AsyncPipelineTrainer):
+            if issubclass(trainer, VerlTrainer):
                 return probed_pipeline(trainer, spans)
             return probed(trainer, spans, poll_s)
 

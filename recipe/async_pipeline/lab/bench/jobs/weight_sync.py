@@ -20,8 +20,9 @@ import torch
 import verl.trainer.ppo.v1 as verl_v1
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from ....verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
+from ....verl_bridge.trainer.pipeline_run import PipelineRun
 from ....verl_bridge.trainer.terminal import say
+from ....verl_bridge.trainer.verl_trainer import VerlTrainer
 from ..host_memory import host_memory_bytes
 from ..spans import of_this_job
 from ..stalls import LIMITS, PUBLICATION
@@ -47,22 +48,26 @@ def publishing(trainer: Any) -> Any:
     """Return a subclass of a trainer whose run consists of weight updates."""
 
     class Publishing(trainer):  # type: ignore[misc]
+        run_class = _Run
+
         def fit(self, agent_loop_manager: Any) -> None:
             """Update weights in place of training."""
             del agent_loop_manager
-            pipeline = issubclass(trainer, AsyncPipelineTrainer)
+            pipeline = issubclass(trainer, VerlTrainer)
             publish = _publish_pipeline if pipeline else _publish_stock
             ways = {name: partial(publish, self, name) for name in os.environ[WAYS_OF_JOB].split(",")}
             manager = None if pipeline else self.standalone_server_manager
-            replicas = manager.get_replicas() if manager else self.rollout_pool.replicas
+            replicas = manager.get_replicas() if manager else self.pipeline.rollout_pool.replicas
             servers = [replica.servers[0] for replica in replicas]
             asyncio.run(_run(self.actor_rollout_wg.workers, ways, servers))
 
-        def _note(self, stage: str, event: str, **fields: Any) -> None:
-            """Print what becomes of a replica: without a flow there is no event log."""
-            say(f"{stage}: {event} {fields}")
-
     return Publishing
+
+
+class _Run(PipelineRun):
+    def _note(self, stage: str, event: str, **fields: Any) -> None:
+        """Print what becomes of a replica: without a flow there is no event log."""
+        say(f"{stage}: {event} {fields}")
 
 
 async def _run(workers: Sequence[Any], ways: Mapping[str, Publish], servers: Sequence[Any]) -> None:
@@ -134,10 +139,10 @@ async def _send_requests(server: Any, stop: asyncio.Event) -> None:
 
 
 async def _publish_pipeline(trainer: Any, way: str, version: int) -> dict[str, float]:
-    pool = trainer.rollout_pool
+    pool = trainer.pipeline.rollout_pool
     pool.how = pool.how._replace(stage=WAYS[way].stage)
     started = time.monotonic()
-    ticket = await trainer.gather(version)
+    ticket = await trainer.pipeline.gather(version)
     gathered = time.monotonic()
     publication = await pool.publish(ticket)
     return {

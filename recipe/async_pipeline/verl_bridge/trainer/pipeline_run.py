@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's V1 PPOTrainer as the executor of the pipeline: the trainer that verl sees.
-
-`fit` runs `AsyncTrainingFlow`, whose stages call the coroutines below. They delegate to the objects that the
-trainer is composed of:
+"""One run of the pipeline: creates its parts, runs the flow, and does the work of the stages.
 
     Startup          place workers, start rollout servers                      startup.py
     Generation       generate groups, assemble them into a batch               generation.py
@@ -12,25 +9,23 @@ trainer is composed of:
     Checkpointing    checkpoints                                               checkpointing.py
     StepReport       metrics and the step table                                step_report.py
 
-They run blocking code in threads (`BlockingCalls`). The `schedule` decides about order and lag.
+They run blocking code in threads (`BlockingCalls`). The `schedule` decides about order and lag. verl knows
+only its trainer (`verl_trainer.py`), which calls `restore`, `connect` and `run`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
-from transfer_queue import KVBatchMeta
+from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
-from verl.workers.rollout.llm_server import LLMServerClient
 
 from ...config.scheduling import schedule_of
 from ...core.bad_data import BadData
@@ -53,24 +48,17 @@ from ...observe.summary import RunRecorder, write_atomically
 from ...observe.table import closing, header
 from ...observe.trace import leave_trace
 from ...observe.watchdog import Watchdog
-from ...patching.patched_tree import require_known
-from ...patching.verl_source import find_verl_root
 from ...redaction import redacted
 from ...stages.custom import insert_custom_stages
 from ...weight_sync.manifest import WeightTicket
-from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
-from .. import replaced
-from ..agent_loop import template_check
 from ..agent_loop.manager import PushAgentLoopManager
 from ..diffusers_rules import draws_images
 from ..garbage import present_objects_frozen
 from ..interrupts import until_cancelled
-from ..plugin_state import require_loaded
 from ..rollout.elasticity import Elasticity
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import room_by_node
 from ..run_config import knobs_of, runtime_of
-from ..sample_store import count_cores_once
 from . import checkpoint_contents
 from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups
@@ -87,7 +75,6 @@ from .sample_metrics import SampleMeters
 from .startup import Startup
 from .step_report import StepReport
 from .terminal import echo, say
-from .validation_buffer import ValidationBuffer
 from .verl_stages import VerlStages
 from .weight_publisher import WeightPublisher
 
@@ -99,72 +86,51 @@ TRACE_S = 60.0
 """Seconds for writing the trace of the run; after a timeout, `async-pipeline report` can write it later."""
 
 
-class AsyncPipelineTrainer(PPOTrainer):
-    """The trainer of all strategies, which differ in their schedule; see `strategies`."""
+class PipelineRun:
+    """The executor of the pipeline's stages on verl's workers: a `core.trainer_protocol.PipelineTrainer`."""
 
-    _enable_hybrid_replicas = False
-    """Read by verl: no rollout engine on the training devices."""
-    schedule_class: ClassVar[type[Schedule] | None] = None
-    """The schedule of a custom trainer class, or None to use the schedule of the configured strategy."""
-
-    trainer_mode: str
-    """verl's name for the strategy; several of its methods check whether it is `sync`."""
+    verl: PPOTrainer
+    prompts: PromptSource
     rollout_pool: RolloutPool
-    resumed: FlowState | None = None
-    _restored: Restored | None = None
     _flow: AsyncTrainingFlow
 
-    def __init__(self, config: DictConfig) -> None:
-        """Raises PatchedVerlRequired if verl in this process lacks the plugin or is not the pinned one."""
-        require_loaded()
-        require_known(find_verl_root())
-        replaced.apply("trainer")
-        count_cores_once()
-        super().__init__(config)
-
-        self.knobs, self.runtime = knobs_of(config), runtime_of(config)
+    def __init__(self, verl: PPOTrainer, schedule_class: type[Schedule] | None = None) -> None:
+        """`verl` is verl's trainer, not set up yet. `schedule_class`: None for the configured strategy's."""
+        self.verl, self.config, self._schedule_class = verl, verl.config, schedule_class
+        self.resumed: FlowState | None = None
+        self._restored: Restored | None = None
+        self.knobs, self.runtime = knobs_of(self.config), runtime_of(self.config)
         self.placement = self.runtime.placement
         faults = self.knobs.faults
         self.caution = Caution(after=faults.degrade_after_failures, clean=faults.restore_after_successes)
         self.wait_timeout_s: float | None = faults.wait_timeout_s
 
         self.calls = BlockingCalls(self.wait_timeout_s)
-        self.stages = VerlStages(self, self.calls)
-        self.startup = Startup(config, self.knobs, self.placement, self.calls)
+        self.stages = VerlStages(verl, self.calls)
+        self.startup = Startup(self.config, self.knobs, self.placement, self.calls)
         self.observers = Observers(say, strict=faults.strict_observers)
-        self.meters = SampleMeters(config, self.knobs.staleness.max_lag)
+        self.meters = SampleMeters(self.config, self.knobs.staleness.max_lag)
         policies = faults.bad_data.by_kind(self.knobs.reward.failure)
         self.bad_data = BadData(policies, faults.max_prompt_attempts, say)
 
-    # verl's start-up: verl calls these methods in this order.
+    # The start, in this order.
 
-    def _init_dataloader(self) -> None:
-        """Draw whole batches, as verl's sync trainer does, to see the same prompts in the same order."""
-        mode, self.trainer_mode = self.trainer_mode, "sync"
-        try:
-            super()._init_dataloader()
-        finally:
-            self.trainer_mode = mode
-        self.prompts = PromptSource(self._next_train_batch, self.train_dataloader)
-        template_check.warn(self.config, self.tokenizer, say)
-
-    def _init_resource_pool_mgr(self) -> None:
-        super()._init_resource_pool_mgr()
-        self.startup.place_workers(self.role_worker_mapping, self.resource_pool_manager)
-
-    def _load_checkpoint(self) -> None:
-        self.global_steps = 0
+    def restore(self) -> None:
+        """Load the checkpoint to resume from, if there is one, into verl's workers and this run."""
+        self.verl.global_steps = 0
         if self.runtime.resume_from is not None:
             self._restored = checkpoint_contents.read(self.runtime.resume_from)
             self._resume(self._restored)
-        self.stages.start(self.global_steps)
+        self.stages.start(self.verl.global_steps)
 
     def _resume(self, restored: Restored) -> None:
         state = restored.state
-        self.resumed, self.global_steps = state.flow, state.flow.step
-        load_models(restored, self.actor_rollout_wg, self.critic_wg if self.use_critic else None)
+        self.resumed, self.verl.global_steps = state.flow, state.flow.step
+        load_models(
+            restored, self.verl.actor_rollout_wg, self.verl.critic_wg if self.verl.use_critic else None
+        )
         if state.kl_coef is not None:
-            self.kl_ctrl_in_reward.value = state.kl_coef
+            self.verl.kl_ctrl_in_reward.value = state.kl_coef
         self.bad_data.restore(state.meters["bad_data"])
         self.prompts.restore(state.prompts, restored.loader, restored.transcripts)
 
@@ -173,27 +139,23 @@ class AsyncPipelineTrainer(PPOTrainer):
         for group in groups:
             self.meters.finished(group.uid, group.trajectories)
         say(
-            f"resumed from {restored.folder}: step {self.global_steps}, {len(groups)} finished groups, "
+            f"resumed from {restored.folder}: step {self.verl.global_steps}, {len(groups)} finished groups, "
             f"{len(state.flow.in_flight())} prompts to be generated again"
         )
 
-    def _setup(self) -> None:
-        """Start training workers and rollout servers concurrently: they do not depend on each other."""
-        say("starting training workers and rollout servers")
-        super()._setup()
-        say("training workers are up")
-
-        self.startup.servers.attach(self.llm_server_manager.global_load_balancer)
+    def connect(self) -> None:
+        """Connect verl's workers, which have started, with the rollout servers, and wait for these."""
+        self.startup.servers.attach(self.verl.llm_server_manager.global_load_balancer)
         PushAgentLoopManager.start_early(
             config=self.config,
-            llm_client=self.get_llm_client(),
+            llm_client=self.startup.servers.get_client(),
             teacher_client=None,
-            reward_loop_worker_handles=self.get_reward_handles(),
+            reward_loop_worker_handles=self.verl.get_reward_handles(),
         )
 
         self.rollout_pool = self.startup.rollout_pool(self._note_replica, self._note_size)
         self.publisher = WeightPublisher(
-            self.actor_rollout_wg, self.rollout_pool, self.calls, self.knobs.weight_sync.timeout_s
+            self.verl.actor_rollout_wg, self.rollout_pool, self.calls, self.knobs.weight_sync.timeout_s
         )
         self.log_probs = LogProbs(
             config=self.config,
@@ -202,9 +164,9 @@ class AsyncPipelineTrainer(PPOTrainer):
             stages=self.stages,
             calls=self.calls,
             publisher=self.publisher,
-            pools=lambda: self.resource_pool_manager.resource_pool_dict,
+            pools=lambda: self.verl.resource_pool_manager.resource_pool_dict,
             old_group=self.startup.group_of("logp"),
-            reference_group=self.startup.group_of("ref_logp") or getattr(self, "ref_policy_wg", None),
+            reference_group=self.startup.group_of("ref_logp") or getattr(self.verl, "ref_policy_wg", None),
             note=self._note,
         )
         if self._restored is not None and "ref_logp" in self.log_probs.copies:
@@ -212,46 +174,19 @@ class AsyncPipelineTrainer(PPOTrainer):
         replicas, name = len(self.rollout_pool.replicas), self.config.actor_rollout_ref.rollout.name
         say(f"{replicas} rollout replica(s) are up ({name})")
 
-    # Methods that verl calls.
-
-    def _build_replay_buffer(self) -> ValidationBuffer:
-        return ValidationBuffer()
-
-    def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """Return a multiple that is also divisible by the number of devices of each other pool."""
-        pools = map(self.placement.own_pool_of, ("logp", "ref_logp", "critic"))
-        others = [pool.devices for pool in pools if pool is not None]
-        return math.lcm(super()._get_required_batch_multiple(dp_size), *others)
-
-    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        return self.log_probs.compute_reference(batch)
-
-    def get_llm_client(self) -> LLMServerClient:
-        return self.startup.servers.get_client()
-
-    def on_step_end(self) -> None:
-        """Do nothing: verl's serial loop is not used."""
-
-    def on_sample_end(self) -> None:
-        """Do nothing: verl's serial loop is not used."""
-
-    def _get_n_gpus_for_throughput(self) -> int:
-        return sum(self.pools().values())
-
     # The run.
 
-    def fit(self, agent_loop_manager: Any) -> None:
+    def run(self, agent_loop_manager: PushAgentLoopManager) -> None:
         """Train until the last step. Raises the first error of any stage, after writing the summary."""
-        self.open_run(agent_loop_manager)
+        self.open(agent_loop_manager)
         try:
             asyncio.run(until_cancelled(self._run()))
         finally:
             # Also after a failure, but without waiting for a worker that may be stuck.
             trace = self.calls.submit(leave_trace, self.folder.path, say)
-            wait([self.calls.submit(self.actor_rollout_wg.close_arenas)], timeout=CLOSE_S)
+            wait([self.calls.submit(self.verl.actor_rollout_wg.close_arenas)], timeout=CLOSE_S)
             wait([trace], timeout=TRACE_S)
             self.calls.close()
-        self._shutdown_dump_executor()
 
     async def _run(self) -> None:
         """Train until the last step. Raises the first error of any stage, after writing the summary."""
@@ -299,7 +234,7 @@ class AsyncPipelineTrainer(PPOTrainer):
                 raise
             finally:
                 await self.report.close()
-                await self.agent_loop_manager.close()
+                await self.verl.agent_loop_manager.close()
                 await self.rollout_pool.close()
                 overlap_s = overlap.seconds if observers.is_on(OVERLAP) else None
                 summary = self.recorder.summarize(flow.result(), overlap_s, time.time(), failure)
@@ -311,10 +246,10 @@ class AsyncPipelineTrainer(PPOTrainer):
                 for line in closing(summary):
                     echo(line)
 
-    def open_run(self, agent_loop_manager: PushAgentLoopManager) -> None:
+    def open(self, agent_loop_manager: PushAgentLoopManager) -> None:
         """Open the run's folder and trackers, and create the parts that work on prompts and steps."""
-        # verl's `fit`, which is not used, sets this attribute; verl's `_validate` reads it.
-        self.agent_loop_manager = agent_loop_manager
+        # verl's `fit`, which is not used, sets these attributes; verl's `_validate` reads them.
+        self.verl.agent_loop_manager = agent_loop_manager
         resumed_step = None if self.resumed is None else self.resumed.step
         self.folder = RunFolder(self.runtime.run_dir, self.runtime.run, resumed_step)
         settings = redacted(OmegaConf.to_container(self.config, resolve=True))
@@ -323,8 +258,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             self.folder.path / "settings.json", speed_settings(self.config, self.knobs, self.runtime)
         )
         names = {name: self.config.trainer[name] for name in ("project_name", "experiment_name")}
-        self.logger = Tracking(**names, default_backend=self.config.trainer.logger, config=settings)
-        self.validation_generations_logger = ValidationGenerationsLogger(**names)
+        self.verl.logger = Tracking(**names, default_backend=self.config.trainer.logger, config=settings)
+        self.verl.validation_generations_logger = ValidationGenerationsLogger(**names)
 
         self.recorder = RunRecorder(
             strategy=self.knobs.strategy,
@@ -334,7 +269,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         if self._restored is not None:
             self.recorder.restore(self._restored.state.meters["recorder"])
         self._restored = None
-        self.folder.repeat_rows(self.logger)
+        self.folder.repeat_rows(self.verl.logger)
 
         self.accounts = StepAccountant()
         self.generation = self._new_generation(agent_loop_manager)
@@ -355,8 +290,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             bad_data=self.bad_data,
             knobs=self.knobs,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
-            filter_metric=self._resolve_filter_groups_metric(),
-            reward_workers=lambda: self.reward_loop_manager.reward_loop_workers,
+            filter_metric=self.verl._resolve_filter_groups_metric(),
+            reward_workers=lambda: self.verl.reward_loop_manager.reward_loop_workers,
             served=lambda: self.publisher.served,
             note=lambda event, **fields: self._note("generate", event, **fields),
             keep_output=self.observers.guard(
@@ -379,8 +314,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             observers=self.observers,
             recorder=self.recorder,
             gauges=RayGauges(self.config.trainer.experiment_name),
-            logger=self.logger,
-            steps_per_epoch=self.steps_per_epoch,
+            logger=self.verl.logger,
+            steps_per_epoch=self.verl.steps_per_epoch,
             rollout_data_dir=self.config.trainer.get("rollout_data_dir"),
             pictures=self._new_pictures(),
         )
@@ -412,11 +347,11 @@ class AsyncPipelineTrainer(PPOTrainer):
         """Return the part that writes checkpoints."""
 
         def on_save(step: int, folder: str) -> None:
-            self.checkpoint_callback.on_save(
+            self.verl.checkpoint_callback.on_save(
                 trainer=self.stages.at(step), global_step=step, checkpoint_dir=folder, async_save=False
             )
 
-        critic: Any | None = self.critic_wg if self.use_critic else None
+        critic: Any | None = self.verl.critic_wg if self.verl.use_critic else None
         return Checkpointing(
             run=self.runtime.run,
             identity=self.runtime.identity,
@@ -424,7 +359,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             schedule=self.schedule,
             calls=self.calls,
             stages=self.stages,
-            actor_group=self.actor_rollout_wg,
+            actor_group=self.verl.actor_rollout_wg,
             critic_group=critic,
             copies=self.log_probs.copies,
             prompts=self.prompts,
@@ -460,13 +395,13 @@ class AsyncPipelineTrainer(PPOTrainer):
     def schedule(self) -> Schedule:
         """The schedule of this process; do not read it before the checkpoint is loaded."""
         trainer = self.config.trainer
-        by_epochs = self.steps_per_epoch * trainer.total_epochs
+        by_epochs = self.verl.steps_per_epoch * trainer.total_epochs
         return schedule_of(
             self.knobs,
-            strategy=self.schedule_class,
+            strategy=self._schedule_class,
             batch=self.config.data.train_batch_size,
             first_step=1 if self.resumed is None else self.resumed.step + 1,
-            last_step=int(min(self.total_training_steps, by_epochs)),
+            last_step=int(min(self.verl.total_training_steps, by_epochs)),
             old_logp=self.runtime.old_logp,
             validate_every=max(0, trainer.test_freq),
             validate_first=bool(trainer.get("val_before_train", True)),
@@ -478,8 +413,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         return {"run": self.runtime.run, "unix": round(time.time(), 3), **self.runtime.identity}
 
     def roles(self) -> Sequence[str]:
-        without = set() if self.use_reference_policy else {"ref_logp"}
-        without |= set() if self.use_critic else {"values", "critic"}
+        without = set() if self.verl.use_reference_policy else {"ref_logp"}
+        without |= set() if self.verl.use_critic else {"values", "critic"}
         return [role for role in GRAPH if role not in without]
 
     def pools(self) -> Mapping[str, int]:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's V1 PPOTrainer with what verl calls of this package; `fit` hands over to `PipelineRun`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from ...core.schedule import Schedule
+from ...patching.patched_tree import require_known
+from ...patching.verl_source import find_verl_root
+from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
+from .. import replaced
+from ..agent_loop import template_check
+from ..plugin_state import require_loaded
+from ..sample_store import count_cores_once
+from .pipeline_run import PipelineRun
+from .prompt_source import PromptSource
+from .terminal import say
+from .validation_buffer import ValidationBuffer
+
+
+class VerlTrainer(PPOTrainer):
+    """The trainer of all strategies, which differ in their schedule; see `strategies`."""
+
+    _enable_hybrid_replicas = False
+    """Read by verl: no rollout engine on the training devices."""
+    schedule_class: ClassVar[type[Schedule] | None] = None
+    """The schedule of a custom trainer class, or None to use the schedule of the configured strategy."""
+    run_class: ClassVar[type[PipelineRun]] = PipelineRun
+    """The run of a custom trainer class."""
+
+    trainer_mode: str
+    """verl's name for the strategy; several of its methods check whether it is `sync`."""
+
+    def __init__(self, config: DictConfig) -> None:
+        """Raises PatchedVerlRequired if verl in this process lacks the plugin or is not the pinned one."""
+        require_loaded()
+        require_known(find_verl_root())
+        replaced.apply("trainer")
+        count_cores_once()
+        super().__init__(config)
+        self.pipeline = self.run_class(self, self.schedule_class)
+
+    # verl's start-up: verl calls these methods in this order.
+
+    def _init_dataloader(self) -> None:
+        """Draw whole batches, as verl's sync trainer does, to see the same prompts in the same order."""
+        mode, self.trainer_mode = self.trainer_mode, "sync"
+        try:
+            super()._init_dataloader()
+        finally:
+            self.trainer_mode = mode
+        self.pipeline.prompts = PromptSource(self._next_train_batch, self.train_dataloader)
+        template_check.warn(self.config, self.tokenizer, say)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        self.pipeline.startup.place_workers(self.role_worker_mapping, self.resource_pool_manager)
+
+    def _load_checkpoint(self) -> None:
+        self.pipeline.restore()
+
+    def _setup(self) -> None:
+        """Start training workers and rollout servers concurrently: they do not depend on each other."""
+        say("starting training workers and rollout servers")
+        super()._setup()
+        say("training workers are up")
+        self.pipeline.connect()
+
+    # Methods that verl calls.
+
+    def _build_replay_buffer(self) -> ValidationBuffer:
+        return ValidationBuffer()
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """Return a multiple that is also divisible by the number of devices of each other pool."""
+        pools = map(self.pipeline.placement.own_pool_of, ("logp", "ref_logp", "critic"))
+        others = [pool.devices for pool in pools if pool is not None]
+        return math.lcm(super()._get_required_batch_multiple(dp_size), *others)
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        return self.pipeline.log_probs.compute_reference(batch)
+
+    def get_llm_client(self) -> LLMServerClient:
+        return self.pipeline.startup.servers.get_client()
+
+    def on_step_end(self) -> None:
+        """Do nothing: verl's serial loop is not used."""
+
+    def on_sample_end(self) -> None:
+        """Do nothing: verl's serial loop is not used."""
+
+    def _get_n_gpus_for_throughput(self) -> int:
+        return sum(self.pipeline.pools().values())
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train until the last step. Raises the first error of any stage, after writing the summary."""
+        self.pipeline.run(agent_loop_manager)
+        self._shutdown_dump_executor()
