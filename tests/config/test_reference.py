@@ -79,6 +79,6 @@ def test_help_can_be_limited_to_a_section() -> None:
 
 @pytest.mark.parametrize("path", ["staleness.max_lag", f"{OWN}.staleness.max_lag", "max_lag"])
 def test_help_can_be_limited_to_a_knob(path: str) -> None:
-    """The path may be a former one, or a whole key."""
+    """A knob is found by its path, its whole key or its name."""
     knobs = [line for line in render_help(path) if line.startswith(("staleness", "weight_sync"))]
     assert len(knobs) == 1 and knobs[0].startswith("staleness.max_lag  (")

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..redaction import shown
 from .aliases import FOREIGN
 from .fields import sections_of
-from .names import RENAMED, mapping_knobs, unknown
+from .names import mapping_knobs, unknown
 from .paths import OWN, RUNTIME, select, walk
 from .rollout_correction import PARAMETERS, POLICY_LOSS
 from .schema import AsyncPipelineConfig, knob_paths
@@ -22,9 +22,9 @@ ASYNC_TRAINING = "async_training"
 COMMON = frozenset(
     {"strategy", "run_dir", "pools", "validation", "depth", "every", "timeout_s", "failure", "default"}
     | {"environment", "max_turns", "isolation", "agent", "verify"}
-    | {"attempts", "concurrency", "batch", "memory_mb", "cpu_s", "stage", "stale"}
+    | {"attempts", "concurrency", "batch", "memory_mb", "cpu_s"}
 )
-"""Current and former names of knobs that other software also uses. The search for them is limited to `HIGHER`
+"""Names of knobs that other software also uses. The search for them is limited to `HIGHER`
 and `LIKELY`; all other names are searched for in the whole config.
 """
 HIGHER = ("", "trainer.", "trainer.v1.", "trainer.async_pipeline.")
@@ -72,7 +72,7 @@ def reject_misplaced(raw: Mapping[str, Any]) -> None:
     places = _places()
     for path, value in walk(raw):
         leaf = path.rpartition(".")[2]
-        if leaf in places and path not in places[leaf] and not _is_left_to_names(path, leaf):
+        if leaf in places and path not in places[leaf] and not _is_left_to_names(path):
             raise ConfigError(
                 f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places[leaf])}"
             )
@@ -81,12 +81,12 @@ def reject_misplaced(raw: Mapping[str, Any]) -> None:
     _check_async_training(raw)
 
 
-def _is_left_to_names(path: str, leaf: str) -> bool:
-    """Return whether `names` reports this path: a former flat name, or one in a section that is unknown."""
+def _is_left_to_names(path: str) -> bool:
+    """Return whether `names` reports this path, which is in an unknown section."""
     if not path.startswith(f"{OWN}."):
         return False
     parent = path.removeprefix(f"{OWN}.").rpartition(".")[0]
-    return leaf in RENAMED if not parent else parent not in sections_of(AsyncPipelineConfig)
+    return bool(parent) and parent not in sections_of(AsyncPipelineConfig)
 
 
 def _places() -> dict[str, list[str]]:
@@ -106,8 +106,8 @@ def _places() -> dict[str, list[str]]:
 
 
 def _knob_places() -> dict[str, list[str]]:
-    """Return the places of our knobs by the last part of their path and by their former names."""
-    found = {name: [f"{OWN}.{path}"] for name, path in RENAMED.items()}
+    """Return the places of our knobs by the last part of their path."""
+    found: dict[str, list[str]] = {}
     for path in (*knob_paths(), "faults.bad_data"):
         name, place = path.rpartition(".")[2], f"{OWN}.{path}"
         # Kinds of bad data are too deeply nested to be misplaced.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of knobs as users write them: flatten sections to paths, refuse unknown and former names."""
+"""Names of knobs as users write them: flatten sections to paths, refuse unknown names."""
 
 from __future__ import annotations
 
@@ -19,48 +19,6 @@ from .paths import OWN, walk
 
 ALIKE = 0.75
 """Smallest similarity of a misspelled key of verl's and the one that is meant."""
-RENAMED: Mapping[str, str] = {
-    "max_lag": "staleness.max_lag",
-    "depth": "staleness.depth",
-    "oldest_share": "staleness.oldest_share",
-    "stale": "staleness.straggler",
-    "single_mini_batch": "training.single_mini_batch",
-    "old_logp": "training.old_logp",
-    "ref_refresh_every": "training.ref_refresh_every",
-    "sync_every": "weight_sync.every",
-    "publish_timeout_s": "weight_sync.timeout_s",
-    "in_flight": "weight_sync.in_flight_policy",
-    "stage": "weight_sync.load_staging",
-    "loads_at_once": "weight_sync.max_concurrent_loads",
-    "reuse_prefixes": "weight_sync.reuse_prefixes",
-    "proof_tensors": "weight_sync.verify_tensors",
-    "preduce_bucket_size_mb": "weight_sync.gather_bucket_size_mb",
-    "consume_bucket_size_mb": "weight_sync.load_bucket_size_mb",
-    "reward_while_generating": "reward.while_generating",
-    "reward_timeout_s": "reward.timeout_s",
-    "reward_attempts": "reward.attempts",
-    "reward_concurrency": "reward.concurrency",
-    "reward_batch": "reward.batch",
-    "reward_memory_mb": "reward.memory_mb",
-    "reward_cpu_s": "reward.cpu_s",
-    "reward_failure": "reward.failure",
-    "reward_default": "reward.default",
-    "wait_timeout_s": "faults.wait_timeout_s",
-    "loop_stall_s": "faults.loop_stall_s",
-    "step_down_after": "faults.degrade_after_failures",
-    "step_up_after": "faults.restore_after_successes",
-    "bad_data": "faults.bad_data",
-    "prompt_attempts": "faults.max_prompt_attempts",
-    "custom_roles": "custom_stages",
-}
-"""Former flat names, and the current paths. No path equals a former name."""
-_RENAMED_VALUES = {"stale": "; its value resume is now regenerate"}
-
-
-def current_path(path: str) -> str:
-    """Return the current path of a knob, given its current or former path."""
-    name = path.removeprefix(f"{OWN}.")
-    return f"{OWN}.{RENAMED[name]}" if path != name and name in RENAMED else path
 
 
 def flattened(root: type, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,10 +32,6 @@ def flattened(root: type, own: Mapping[str, Any]) -> dict[str, Any]:
 def _flattened(root: type, node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     known, sections = {knob.path for knob in knobs_of(root)}, sections_of(root)
     found: dict[str, Any] = {}
-
-    former = [path for path, _ in walk(node) if path in RENAMED] if not prefix else []
-    if former:
-        raise ConfigError("; ".join(unknown(root, path) for path in former))
 
     for name, value in node.items():
         path = f"{prefix}{name}"
@@ -98,11 +52,7 @@ def _flattened(root: type, node: Mapping[str, Any], prefix: str) -> dict[str, An
 
 
 def unknown(root: type, path: str, got: str = "") -> str:
-    """Return the message for a path below our section that is not a knob, with a current or near path."""
-    first, _, rest = path.partition(".")
-    if first in RENAMED:
-        now = f"{RENAMED[first]}.{rest}" if rest else RENAMED[first]
-        return f"{OWN}.{path} is now {OWN}.{now}; rename it{_RENAMED_VALUES.get(first, '')}"
+    """Return the message for a path below our section that is not a knob, with a near path."""
     if path == f"faults.bad_data.{NO_SCORE}":
         return f"{OWN}.{path} is unknown{got}; set {OWN}.reward.failure for responses without a score"
     paths = [knob.path for knob in knobs_of(root)]
@@ -156,8 +106,6 @@ def _nearest(path: str, paths: list[str]) -> str | None:
     same = [known for known in paths if known.rpartition(".")[2] == name]
     if same:
         return max(same, key=lambda known: SequenceMatcher(None, path, known).ratio())
-    if name in RENAMED:
-        return RENAMED[name]
     words = set(name.split("_"))
     holding = [known for known in paths if len(words) > 1 and words <= set(re.split("[._]", known))]
     if holding:

@@ -279,10 +279,9 @@ def account(records: Iterable[LogRecord]) -> Accounting:
 def update_s(facts: Mapping[str, Any]) -> float:
     """Return the seconds of a weight update without waits: gather, preparation, and one commit after another.
 
-    The facts are sums over replicas, which prepare at once. Older logs have no commits: all of a load was
-    one.
+    The facts are sums over replicas, which prepare at once.
     """
     load_s = float(facts.get("load_s", 0.0))
-    commit_s = float(facts.get("commit_s", load_s))
+    commit_s = float(facts.get("commit_s", 0.0))
     prepare_s = float(facts.get("transfer_s", 0.0)) + load_s - commit_s
     return float(facts.get("gather_s", 0.0)) + prepare_s / max(1, int(facts.get("replicas", 1))) + commit_s
