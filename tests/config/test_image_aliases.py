@@ -48,7 +48,9 @@ def test_names_that_verl_has_too_are_left_alone(path: str) -> None:
     resolve(nested((path, 0.2)))
 
 
-@pytest.mark.parametrize("path", [f"{ACTOR}.sde_window_range", "trainer.guidance_scale"])
+@pytest.mark.parametrize(
+    "path", ["trainer.sde_window_range", "trainer.guidance_scale", "script.algo.noise_level"]
+)
 def test_names_that_verl_has_not_are_refused_in_other_places(path: str) -> None:
     with pytest.raises(ConfigError, match=f"{path} is misplaced"):
         resolve(nested((path, 1.0)))

@@ -352,7 +352,7 @@ def test_a_custom_stage_must_fit(
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({f"{OWN}.max_lagg": 1}, "did you mean 'staleness.max_lag'?"),
+        ({f"{OWN}.max_lagg": 1}, "nearest knobs: staleness.max_lag, "),
         ({"trainer.max_lag": 1}, "it belongs at"),
         ({"async_pipeline": "yes"}, "must be True or False"),
         ({f"{ROLLOUT}.name": "trtllm"}, "other engines are not supported yet"),
@@ -531,8 +531,8 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
             f"tis_upper_bound is misplaced, got 2; it belongs at {LOSS}.tis_upper_bound",
         ),
         (
-            {f"{ROLLOUT}.stale": "drop"},
-            f"{ROLLOUT}.stale is misplaced, got 'drop'; it belongs at {OWN}.staleness.straggler",
+            {f"{ROLLOUT}.straggler": "drop"},
+            f"{ROLLOUT}.straggler is misplaced, got 'drop'; it belongs at {OWN}.staleness.straggler",
         ),
         ({"algorithm.single_mini_batch": True}, "algorithm.single_mini_batch is misplaced"),
         (

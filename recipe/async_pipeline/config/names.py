@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-import re
 import typing
 from collections.abc import Mapping
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from typing import Any
 
-from ..agents.environment import BUILT_IN
-from ..core.bad_data import NO_SCORE
 from ..errors import ConfigError
 from ..redaction import shown
-from .environment_arguments import built_in_arguments
 from .fields import knobs_of, sections_of
 from .paths import OWN, walk
-
-ALIKE = 0.75
-"""Smallest similarity of a misspelled key of verl's and the one that is meant."""
 
 
 def flattened(root: type, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,15 +45,11 @@ def _flattened(root: type, node: Mapping[str, Any], prefix: str) -> dict[str, An
 
 
 def unknown(root: type, path: str, got: str = "") -> str:
-    """Return the message for a path below our section that is not a knob, with a near path."""
-    if path == f"faults.bad_data.{NO_SCORE}":
-        return f"{OWN}.{path} is unknown{got}; set {OWN}.reward.failure for responses without a score"
-    paths = [knob.path for knob in knobs_of(root)]
-    near = _in_mapping(root, path) or _nearest(path, paths)
-    if near:
-        return f"{OWN}.{path} is unknown{got} (did you mean {near!r}?)"
-    close = ", ".join(_resembling(path, paths))
-    return f"{OWN}.{path} is unknown{got}; nearest knobs: {close}; `async-pipeline explain --knobs` lists all"
+    """Return the message for a path below our section that is not a knob, with the nearest three."""
+    nearest = ", ".join(_nearest(path, [knob.path for knob in knobs_of(root)]))
+    return (
+        f"{OWN}.{path} is unknown{got}; nearest knobs: {nearest}; `async-pipeline explain --knobs` lists all"
+    )
 
 
 def mapping_knobs(root: type) -> list[str]:
@@ -68,50 +57,12 @@ def mapping_knobs(root: type) -> list[str]:
     return [knob.path for knob in knobs_of(root) if typing.get_origin(knob.kind) is Mapping]
 
 
-def _in_mapping(root: type, path: str) -> str | None:
-    """Return the place of a name that belongs into a knob with names of the user's, or None.
-
-    The section that it is in is misspelled, or it is an argument of an environment of this package.
-    """
-    parent, _, name = path.rpartition(".")
-    knobs, mappings = knobs_of(root), {one.rpartition(".")[2]: one for one in mapping_knobs(root)}
-    section = parent.rpartition(".")[2]
-    close = get_close_matches(section, mappings, n=1, cutoff=0.7)
-    if section and section not in sections_of(root):
-        close += [one for one in mappings if one.endswith(f"_{section}")]
-    if close:
-        return f"{mappings[close[0]]}.{name}"
-    arguments = {one for known in BUILT_IN for one in built_in_arguments(known)}
-    of_environments = mappings.get("environment_kwargs")
-    if of_environments is None or name not in arguments or name in {knob.name for knob in knobs}:
-        return None
-    return f"{of_environments}.{name}"
-
-
-def _resembling(path: str, paths: list[str]) -> list[str]:
+def _nearest(path: str, known: list[str]) -> list[str]:
     """Return the three paths that resemble a path most, in the last part or as a whole."""
-    name = path.rpartition(".")[2]
 
-    def ratio(known: str) -> float:
-        last = known.rpartition(".")[2]
-        return max(SequenceMatcher(None, *pair).ratio() for pair in ((path, known), (name, last)))
+    def likeness(other: str) -> tuple[float, float]:
+        whole = SequenceMatcher(None, path, other).ratio()
+        last = SequenceMatcher(None, path.rpartition(".")[2], other.rpartition(".")[2]).ratio()
+        return max(whole, last), whole
 
-    return sorted(paths, key=ratio, reverse=True)[:3]
-
-
-def _nearest(path: str, paths: list[str]) -> str | None:
-    """Return the knob that a path resembles, in its last part or as a whole, or None."""
-    by_name = {known.rpartition(".")[2]: known for known in reversed(paths)}
-    name = path.rpartition(".")[2]
-    same = [known for known in paths if known.rpartition(".")[2] == name]
-    if same:
-        return max(same, key=lambda known: SequenceMatcher(None, path, known).ratio())
-    words = set(name.split("_"))
-    holding = [known for known in paths if len(words) > 1 and words <= set(re.split("[._]", known))]
-    if holding:
-        return min(holding, key=len)
-    near = get_close_matches(path, paths, n=1, cutoff=0.8)
-    if near:
-        return near[0]
-    close = get_close_matches(name, list(by_name), n=1)
-    return by_name[close[0]] if close else None
+    return sorted(known, key=likeness, reverse=True)[:3]

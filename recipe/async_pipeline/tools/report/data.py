@@ -254,7 +254,8 @@ def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
 
 def _published(record: LogRecord) -> Published:
     known = {
-        name: float(record.fields.get(name, 0.0)) for name in ("gather_s", "transfer_s", "load_s", "commit_s", "stall_s")
+        name: float(record.fields.get(name, 0.0))
+        for name in ("gather_s", "transfer_s", "load_s", "commit_s", "stall_s")
     }
     return Published(
         version=int(record.fields["version"]),
