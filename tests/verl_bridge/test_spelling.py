@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.config.aliases import FOREIGN

@@ -34,7 +34,7 @@ ON_THE_WAY = ("", "trainer", "trainer.v1")
 ALSO_VERLS = "reward"
 """A section of verl on the way that has the name of one of ours."""
 ALIKE = 0.75
-"""Smallest similarity of a misspelled key and the one that is meant, where all keys of the section are known."""
+"""Smallest similarity of a misspelled key and the one that is meant, if the section is known."""
 ALIKE_AMONG_VERLS = 0.85
 """The same among keys of verl, which are unknown here: `dtype` resembles `sde_type`."""
 FILES_OF = {"rllm": "rllm"} | dict.fromkeys(
@@ -126,7 +126,7 @@ def _check_async_training(raw: Mapping[str, Any]) -> None:
 
 
 def reject_near_misses(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a misspelled switch, section or key of `aliases.FOREIGN`; verl would ignore it."""
+    """Raises ConfigError for a misspelled switch or key of `aliases.FOREIGN`, which verl would ignore."""
     for parent, known in _read_in().items():
         node = select(raw, parent) if parent else raw
         for name in node if isinstance(node, Mapping) else ():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse misplaced and misspelled keys in verl's own sections, which hydra adds with a `+` and no code reads.
 
-verl reads some keys that its configuration does not have, and so may the user's own code. A key that the section
-does not have is refused if it has the name of one of ours, or if it resembles one of its section and its name
-occurs nowhere in verl's source.
+verl reads some keys that its configuration does not have, and so may the user's own code. A key that the
+section does not have is refused if it has the name of one of ours, or if it resembles one of its section and
+its name occurs nowhere in verl's source.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPOSED = ("_generated_ppo_trainer.yaml", "_generated_ppo_megatron_trainer.yaml
 
 
 def check_spelling(config: DictConfig) -> None:
-    """Raises ConfigError if a key of one of verl's sections is one of ours, or a misspelling of another one."""
+    """Raises ConfigError if a key in a section of verl is one of ours or misspelled."""
     tree = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     for path, section in _sections(tree, ""):
         known = _known(path, section)
