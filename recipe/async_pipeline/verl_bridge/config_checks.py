@@ -27,10 +27,9 @@ from verl.utils.config import validate_config
 
 from ..checkpoint.resume import check_keys
 from ..config.agent_program import program_values
-from ..config.aliases import BYPASS, FOREIGN
+from ..config.aliases import BYPASS, FLOW_GRPO, FOREIGN
 from ..config.batch_sizes import check_batch_sizes
 from ..config.environment_arguments import check_environment
-from ..config.image_aliases import FLOW_GRPO
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import MODE, OWN, PATCH_FREE, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy

@@ -14,41 +14,17 @@ from dataclasses import replace
 from typing import Any
 
 from ...config.agentic import AgenticConfig
+from ...config.foreign_keys import Document, Outcome, Rule, by_hand, differs, nothing, one_of, only, to
 from ...config.paths import select
 from ...errors import ConfigError
 from .roll_run import MEGATRON, RUN, TRAIN_STRATEGY, by_engine, trains_with_megatron
-from .rules import (
-    Document,
-    Outcome,
-    Rule,
-    Table,
-    TranslatedFile,
-    by_hand,
-    devices,
-    differs,
-    nothing,
-    one_of,
-    only,
-    quotient,
-    to,
-    translate,
-    whole,
-)
+from .rules import Table, TranslatedFile, devices, quotient, translate, whole
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _AGENTIC = f"+{AgenticConfig.PATH}"
-_TRAIN, _INFER = "actor_train.strategy_args", "actor_infer.strategy_args.strategy_config"
+_TRAIN = "actor_train.strategy_args"
 _TRANSFORMER = f"{_ACTOR}.megatron.override_transformer_config"
-PARALLEL_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""Equally named in ROLL's and in verl's config of Megatron."""
 _ENVS, _RLVR_GROUP = "train_env_manager", "num_return_sequences_in_group"
 PROMPT_TOKENS = 512
 """verl's default of data.max_prompt_length, which an agentic file does not state."""
@@ -62,6 +38,7 @@ FSDP = {"deepspeed_train": "fsdp2", "fsdp2_train": "fsdp2"}
 PRECISION = {"param_dtype": ("bf16", "bfloat16"), "reduce_dtype": ("fp32", "float32")}
 """verl's defaults of mixed precision, as ROLL may spell them."""
 TENSOR_PARALLEL = f"{_ROLLOUT}.tensor_model_parallel_size"
+_FSDP = "the trainer shards by FSDP2, whose ranks are all data-parallel"
 LOG_PROBS = "log_prob_micro_batch_size_per_gpu"
 DATA = "data.train_files and data.val_files: parquet with verl's columns"
 ENVIRONMENT = f"{_AGENTIC}.environment: frozen_lake, an id of gymnasium, or module:Class"
@@ -219,6 +196,11 @@ def _precision(name: str) -> Rule:
     return rule
 
 
+def _parallel_size(name: str) -> Rule:
+    """Megatron's sizes have the same names in verl's config."""
+    return by_engine(to(f"{_ACTOR}.megatron.{name}"), only(1, "no model parallelism", _FSDP))
+
+
 def _of_fsdp2(rule: Rule) -> Rule:
     """Use a rule for files that train with FSDP2: other strategies have no such key."""
     return lambda value, document: (rule if select(document, TRAIN_STRATEGY) == "fsdp2_train" else _other)(
@@ -245,7 +227,6 @@ def _unknown(value: Any, document: Document) -> Outcome:
     return Outcome("unknown", text="nothing is known of it")
 
 
-_FSDP = "the trainer shards by FSDP2, whose ranks are all data-parallel"
 _STEPS = "every step is logged"
 
 TABLE: Table = (
@@ -279,7 +260,7 @@ TABLE: Table = (
         differs("verl's estimators normalise within a group (grpo) or a batch (reinforce_plus_plus)"),
     ),
     ("is_num_return_sequences_expand", nothing("the responses of a group are single requests anyway")),
-    (_RLVR_GROUP, to(f"{_ROLLOUT}.n")),
+    ("num_return_sequences_in_group", to(f"{_ROLLOUT}.n")),
     # Training.
     (
         "actor_train.model_args.attn_implementation",
@@ -320,34 +301,61 @@ TABLE: Table = (
         "actor_train.data_args.file_name",
         by_hand("write the rows as parquet with verl's columns, and set data.train_files and data.val_files"),
     ),
-    (TRAIN_STRATEGY, _engine),
-    *(
-        (
-            f"{_TRAIN}.strategy_config.{name}",
-            by_engine(to(f"{_ACTOR}.megatron.{name}"), only(1, "no model parallelism", _FSDP)),
-        )
-        for name in PARALLEL_SIZES
-    ),
-    *(
-        (f"{_TRAIN}.strategy_config.{name}", by_engine(to(f"{_ACTOR}.megatron.{name}"), nothing(_FSDP)))
-        for name in ("sequence_parallel", "use_distributed_optimizer")
+    ("actor_train.strategy_args.strategy_name", _engine),
+    (
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
+        _parallel_size("tensor_model_parallel_size"),
     ),
     (
-        f"{_TRAIN}.strategy_config.recompute_granularity",
+        "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size",
+        _parallel_size("pipeline_model_parallel_size"),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.virtual_pipeline_model_parallel_size",
+        _parallel_size("virtual_pipeline_model_parallel_size"),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.context_parallel_size",
+        _parallel_size("context_parallel_size"),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.expert_model_parallel_size",
+        _parallel_size("expert_model_parallel_size"),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.expert_tensor_parallel_size",
+        _parallel_size("expert_tensor_parallel_size"),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.sequence_parallel",
+        by_engine(to(f"{_ACTOR}.megatron.sequence_parallel"), nothing(_FSDP)),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.use_distributed_optimizer",
+        by_engine(to(f"{_ACTOR}.megatron.use_distributed_optimizer"), nothing(_FSDP)),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.recompute_granularity",
         by_engine(_recompute, nothing("gradient checkpointing recomputes whole layers")),
     ),
-    *(
-        (f"{_TRAIN}.strategy_config.{name}", _of_fsdp2(to(f"{_ACTOR}.fsdp_config.{name}")))
-        for name in ("fsdp_size", "offload_policy", "reshard_after_forward")
-    ),
-    *((f"{_TRAIN}.strategy_config.{name}", _of_fsdp2(_precision(name))) for name in PRECISION),
+    ("actor_train.strategy_args.strategy_config.fsdp_size", _of_fsdp2(to(f"{_ACTOR}.fsdp_config.fsdp_size"))),
     (
-        f"{_TRAIN}.strategy_config.wrap_policy.*",
+        "actor_train.strategy_args.strategy_config.offload_policy",
+        _of_fsdp2(to(f"{_ACTOR}.fsdp_config.offload_policy")),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.reshard_after_forward",
+        _of_fsdp2(to(f"{_ACTOR}.fsdp_config.reshard_after_forward")),
+    ),
+    ("actor_train.strategy_args.strategy_config.param_dtype", _of_fsdp2(_precision("param_dtype"))),
+    ("actor_train.strategy_args.strategy_config.reduce_dtype", _of_fsdp2(_precision("reduce_dtype"))),
+    (
+        "actor_train.strategy_args.strategy_config.wrap_policy.*",
         _of_fsdp2(
             by_hand(f"set {_ACTOR}.fsdp_config.wrap_policy; by default the model's layers are wrapped")
         ),
     ),
-    (f"{_TRAIN}.strategy_config.*", _other),
+    ("actor_train.strategy_args.strategy_config.*", _other),
     ("actor_train.device_mapping", _devices_of("trainer")),
     ("actor_train.infer_batch_size", to(f"{_ROLLOUT}.{LOG_PROBS}")),
     # Generation.
@@ -366,22 +374,37 @@ TABLE: Table = (
         "actor_infer.strategy_args.strategy_name",
         one_of(ENGINES, f"{_ROLLOUT}.name", otherwise=f"set {_ROLLOUT}.name"),
     ),
-    (f"{_INFER}.gpu_memory_utilization", to(f"{_ROLLOUT}.gpu_memory_utilization")),
-    (f"{_INFER}.mem_fraction_static", to(f"{_ROLLOUT}.gpu_memory_utilization")),
-    (f"{_INFER}.tensor_parallel_size", to(TENSOR_PARALLEL)),
-    (f"{_INFER}.block_size", to(f"+{_ROLLOUT}.engine_kwargs.vllm.block_size")),
-    (f"{_INFER}.load_format", to(f"{_ROLLOUT}.load_format")),
+    (
+        "actor_infer.strategy_args.strategy_config.gpu_memory_utilization",
+        to(f"{_ROLLOUT}.gpu_memory_utilization"),
+    ),
+    (
+        "actor_infer.strategy_args.strategy_config.mem_fraction_static",
+        to(f"{_ROLLOUT}.gpu_memory_utilization"),
+    ),
+    ("actor_infer.strategy_args.strategy_config.tensor_parallel_size", to(TENSOR_PARALLEL)),
+    (
+        "actor_infer.strategy_args.strategy_config.block_size",
+        to(f"+{_ROLLOUT}.engine_kwargs.vllm.block_size"),
+    ),
+    ("actor_infer.strategy_args.strategy_config.load_format", to(f"{_ROLLOUT}.load_format")),
     ("actor_infer.device_mapping", _devices_of(_ROLLOUT)),
     ("actor_infer.infer_batch_size", nothing("engines batch by themselves")),
     ("reference.infer_batch_size", to(f"{_REF}.{LOG_PROBS}")),
     ("reference.*", by_hand("set actor_rollout_ref.ref and algorithm.use_kl_in_reward or actor.use_kl_loss")),
     # Environments.
-    (f"{_ENVS}.group_size", to(f"{_ROLLOUT}.n")),
-    (f"{_ENVS}.num_env_groups", _sized),
-    (f"{_ENVS}.group_size_redundancy", to(f"{_AGENTIC}.redundancy")),
-    (f"{_ENVS}.max_env_num_per_worker", to(f"{_AGENTIC}.concurrency")),
-    (f"{_ENVS}.format_penalty", by_hand("the environment scores: see environment_kwargs.invalid_reward")),
-    (f"{_ENVS}.*", by_hand("a run has one environment, of agentic.environment; rows may have tasks")),
+    ("train_env_manager.group_size", to(f"{_ROLLOUT}.n")),
+    ("train_env_manager.num_env_groups", _sized),
+    ("train_env_manager.group_size_redundancy", to(f"{_AGENTIC}.redundancy")),
+    ("train_env_manager.max_env_num_per_worker", to(f"{_AGENTIC}.concurrency")),
+    (
+        "train_env_manager.format_penalty",
+        by_hand("the environment scores: see environment_kwargs.invalid_reward"),
+    ),
+    (
+        "train_env_manager.*",
+        by_hand("a run has one environment, of agentic.environment; rows may have tasks"),
+    ),
     ("val_env_manager.*", by_hand("validation uses data.val_files and rollout.val_kwargs")),
     ("custom_envs.*.env_type", _environment),
     ("custom_envs.*.max_steps", to(f"{_AGENTIC}.max_turns")),

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...config.foreign_keys import Document, Outcome, Rule, by_hand, differs, nothing, one_of, to
 from ...config.paths import select
-from .rules import Document, Outcome, Rule, Table, by_hand, differs, nothing, one_of, to
+from .rules import Table
 
 _ACTOR = "actor_rollout_ref.actor"
 TRAIN_STRATEGY = "actor_train.strategy_args.strategy_name"
