@@ -33,10 +33,12 @@ from ..config.environment_arguments import check_environment
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import MODE, OWN, PATCH_FREE, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
+from ..config.refusals import Settings, refuse
 from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_estimator, check_loss
 from ..config.schema import AsyncPipelineConfig
 from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ..config.user_classes import find_class, schedule_at
+from ..config.verl_options import REWARDS
 from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import ConfigError, PatchedVerlRequired
 from ..patching.patched_tree import require_known, require_patched
@@ -61,13 +63,6 @@ class Checked(NamedTuple):
     placement: Placement
     old_logp: str
     """The policy of old log-probs; see `placement.proximal_policy`."""
-
-
-OF_WHOLE_RESPONSES = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
-    "reinforce_plus_plus_baseline",
-)
-"""verl's estimators of advantages that add up the rewards of the tokens of a response."""
 
 
 @dataclass
@@ -278,19 +273,8 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
 
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the reward function is missing, or limits are set for a built-in one of verl."""
-    if not knobs.reward.while_generating:
-        if OmegaConf.select(config, "algorithm.filter_groups.enable"):
-            raise ConfigError(
-                f"{OWN}.reward.while_generating must be True with algorithm.filter_groups, got False; "
-                "set it, since groups are filtered by their rewards as they finish"
-            )
-        if knobs.reward.failure == "drop":
-            raise ConfigError(
-                f"{OWN}.reward.failure must not be drop with reward.while_generating=False, got 'drop'; "
-                "use fail or score"
-            )
-
+    """Raises ConfigError if the reward function is missing, or does not fit the knobs."""
+    refuse(REWARDS, Settings(config, knobs))
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if knobs.reward.timeout_s is None:
         # The workers load it, each within its own limits; here it only has to exist.
@@ -301,40 +285,7 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
             )
         return
 
-    if not path:
-        raise ConfigError(
-            f"{OWN}.reward.timeout_s requires a custom reward function, got {path!r}; set "
-            "reward.custom_reward_function.path"
-        )
     Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
-
-
-def _require_environment(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the environment of the episodes cannot be found, or its rewards would be lost."""
-    estimator = str(config.algorithm.adv_estimator)
-    if knobs.agentic.turn_rewards and estimator in OF_WHOLE_RESPONSES:
-        raise ConfigError(
-            f"{OWN}.agentic.turn_rewards requires an algorithm.adv_estimator that reads rewards by token, "
-            f"got {estimator}, which adds up the rewards of a response; use gae or reinforce_plus_plus"
-        )
-    if knobs.agentic.environment is None:
-        return
-    if not knobs.reward.while_generating:
-        raise ConfigError(
-            f"{OWN}.agentic.environment requires {OWN}.reward.while_generating=True, because the rewards "
-            "come from the environment, got False; set it"
-        )
-    check_environment(knobs.agentic)
-
-
-def _require_agent(knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the agent of the episodes cannot be run, or its rewards would be lost."""
-    program_values(knobs.agentic)
-    if knobs.agentic.agent is not None and not knobs.reward.while_generating:
-        raise ConfigError(
-            f"{OWN}.agentic.agent requires {OWN}.reward.while_generating=True, because the agent may give "
-            "the rewards, got False; set it"
-        )
 
 
 def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -371,7 +322,7 @@ def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
         _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
 
 
-CHECKS: tuple[Callable[[Review], None], ...] = (
+CHECKS: tuple[Callable[[Review], object], ...] = (
     _require_plugin,
     _require_patches,
     _resolve,
@@ -379,8 +330,8 @@ CHECKS: tuple[Callable[[Review], None], ...] = (
     _translate,
     lambda review: _require_importable(review.knobs),
     lambda review: _require_reward_function(review.config, review.knobs),
-    lambda review: _require_environment(review.config, review.knobs),
-    lambda review: _require_agent(review.knobs),
+    lambda review: check_environment(review.knobs.agentic),
+    lambda review: program_values(review.knobs.agentic),
     _apply_translation,
     lambda review: check_spelling(review.config),
     lambda review: check_verl_config(review.config),

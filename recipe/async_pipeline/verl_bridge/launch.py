@@ -28,6 +28,7 @@ from ..config.paths import MODE, OWN, PATCH_FREE, RUNTIME
 from ..config.rollout_correction import correction_in_words
 from ..config.runtime import RuntimeConfig
 from ..config.schema import AsyncPipelineConfig, is_strategy, plain
+from ..config.verl_options import MANAGER
 from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
 from .config_checks import (
@@ -39,7 +40,7 @@ from .config_checks import (
     remove_keys,
     set_pool_sizes,
 )
-from .config_rules import MANAGER, reward_model_devices
+from .config_rules import reward_model_devices
 from .diffusers_rules import draws_images, set_image_keys
 from .engine_contract import check_engine
 from .expert_backends import set_expert_kernels
