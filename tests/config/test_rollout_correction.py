@@ -34,8 +34,8 @@ KNOWN = ("vanilla", "gspo", "dro", "tis")
         ("tis_upper_bound", -1, "must be 0 <= lower <= upper"),
         ("tis_lower_bound", 5, "must be 0 <= lower <= upper"),
         ("tis_lower_bound", float("nan"), "must be 0 <= lower <= upper"),
-        ("topr_positive_weight", None, "must be a number, got None"),
-        ("topr_negative_weight", float("inf"), "must be >= 0 and finite"),
+        ("topr_positive_weight", None, "must be a number >= 0 and finite, got None"),
+        ("topr_negative_weight", float("inf"), "must be a number >= 0 and finite"),
         (
             "topr_split",
             "nonsense",
