@@ -198,6 +198,11 @@ def _steps_of_a_sync(value: Any, document: Document) -> Outcome:
     return Outcome("set", {"strategy": "fully_async", EVERY: value})
 
 
+def _mini_batches(value: Any, document: Document) -> Outcome:
+    _MINI_BATCHES.check(value)
+    return Outcome("set", {"require_batches": value}, f"{_BATCH} of {value} x {_MINI_BATCH}")
+
+
 def _pg_variant(value: Any, document: Document) -> Outcome:
     if not _VARIANT.holds(value):
         raise WrongValue(
@@ -224,12 +229,12 @@ def _same(knob: str) -> tuple[Any, tuple[str, ...], str]:
     return to(knob), (knob,), f"`{knob}`"
 
 
-_IN_MINI_BATCHES = f"{_BATCH} of as many times {_MINI_BATCH}"
 _STRATEGY_AND_LAG = ("strategy", LAG, SHARE)
 _QUOTA_MEANING = (
     f"`strategy=fully_async`; `{LAG}` and `{SHARE}`: (1 + value) * k - 1, with k steps per weight update"
 )
 _NO_GUIDANCE = "guidance by a second forward is not supported, and FLUX's own guidance is set by its family"
+_UNGUIDED: tuple[Any, ...] = (required(1.0, _NO_GUIDANCE), (), "nothing: must be `1.0`")
 _NO_NOISE = "images of a validation are drawn without noise"
 _WINDOW = ("diffusion.sde_window_first", "diffusion.sde_window_end")
 _WINDOW_MEANING = "`diffusion.sde_window_first` and `diffusion.sde_window_end`"
@@ -290,12 +295,10 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ForeignKey("async_training.trigger_parameter_sync_step", _steps_of_a_sync, (*_STRATEGY_AND_LAG, EVERY)),
     ForeignKey(
         "require_batches",
-        to("require_batches", takes=_MINI_BATCHES, text=_IN_MINI_BATCHES),
+        _mini_batches,
         meaning=f"`{_BATCH}`: that many times `{_MINI_BATCH}`",
     ),
-    ForeignKey(
-        "async_training.require_batches", to("require_batches", takes=_MINI_BATCHES, text=_IN_MINI_BATCHES)
-    ),
+    ForeignKey("async_training.require_batches", _mini_batches),
     ForeignKey("pg_variant", _pg_variant, meaning=f"`{_LOSS_MODE}`; one of {', '.join(LOSS_OF_VARIANT)}"),
     ForeignKey("actor_rollout_ref.actor.pg_variant", _pg_variant),
     ForeignKey(
@@ -344,21 +347,9 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ),
     ForeignKey("actor_rollout_ref.rollout.sde_window_range", _window, _WINDOW, _WINDOW_MEANING),
     ForeignKey("actor_rollout_ref.rollout.algo.sde_window_range", _window, _WINDOW, _WINDOW_MEANING),
-    ForeignKey(
-        "actor_rollout_ref.rollout.guidance_scale",
-        required(1.0, _NO_GUIDANCE),
-        meaning="nothing: must be `1.0`",
-    ),
-    ForeignKey(
-        "actor_rollout_ref.rollout.pipeline.guidance_scale",
-        required(1.0, _NO_GUIDANCE),
-        meaning="nothing: must be `1.0`",
-    ),
-    ForeignKey(
-        "actor_rollout_ref.rollout.pipeline.true_cfg_scale",
-        required(1.0, _NO_GUIDANCE),
-        meaning="nothing: must be `1.0`",
-    ),
+    ForeignKey("actor_rollout_ref.rollout.guidance_scale", *_UNGUIDED),
+    ForeignKey("actor_rollout_ref.rollout.pipeline.guidance_scale", *_UNGUIDED),
+    ForeignKey("actor_rollout_ref.rollout.pipeline.true_cfg_scale", *_UNGUIDED),
     ForeignKey(
         "actor_rollout_ref.rollout.val_kwargs.algo.noise_level",
         required(0.0, _NO_NOISE),

@@ -199,7 +199,7 @@ def _require_known_keys(section: Mapping[str, Any]) -> None:
             )
 
 
-def loss_in_words(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
+def describe_loss(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
     """Describe the loss. `mini_batches` counts the optimizer updates of one epoch over a step."""
     mode = str(select(config, f"{POLICY_LOSS}.loss_mode"))
     called = next((variant for variant, name in LOSS_OF_VARIANT.items() if name == mode), None)
@@ -211,7 +211,7 @@ def loss_in_words(config: Mapping[str, Any], old_logp: str, mini_batches: int) -
     return f"{name}: ratio of the current policy to {_PI_OLD[old_logp]}{always}"
 
 
-def correction_in_words(config: Mapping[str, Any], old_logp: str, max_lag: int) -> str:
+def describe_correction(config: Mapping[str, Any], old_logp: str, max_lag: int) -> str:
     """Describe how gradients of older responses are corrected; starts with `none` if they are not."""
     section = select(config, CORRECTION) or {}
     if old_logp == "rollout":

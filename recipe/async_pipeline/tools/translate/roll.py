@@ -17,14 +17,13 @@ from ...config.agentic import AgenticConfig
 from ...config.foreign_keys import Document, Outcome, Rule, by_hand, differs, nothing, one_of, only, to
 from ...config.paths import select
 from ...errors import ConfigError
-from .roll_run import MEGATRON, RUN, TRAIN_STRATEGY, by_engine, trains_with_megatron
+from .roll_run import MEGATRON, RUN, STRATEGY, by_engine
 from .rules import Table, TranslatedFile, devices, quotient, translate, whole
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _AGENTIC = f"+{AgenticConfig.PATH}"
 _TRAIN = "actor_train.strategy_args"
-_TRANSFORMER = f"{_ACTOR}.megatron.override_transformer_config"
 _ENVS, _RLVR_GROUP = "train_env_manager", "num_return_sequences_in_group"
 PROMPT_TOKENS = 512
 """verl's default of data.max_prompt_length, which an agentic file does not state."""
@@ -35,10 +34,7 @@ ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus", "gae": "gae"}
 ALSO = {"+async_pipeline": True}
 FSDP = {"deepspeed_train": "fsdp2", "fsdp2_train": "fsdp2"}
-PRECISION = {"param_dtype": ("bf16", "bfloat16"), "reduce_dtype": ("fp32", "float32")}
-"""verl's defaults of mixed precision, as ROLL may spell them."""
 TENSOR_PARALLEL = f"{_ROLLOUT}.tensor_model_parallel_size"
-_FSDP = "the trainer shards by FSDP2, whose ranks are all data-parallel"
 LOG_PROBS = "log_prob_micro_batch_size_per_gpu"
 DATA = "data.train_files and data.val_files: parquet with verl's columns"
 ENVIRONMENT = f"{_AGENTIC}.environment: frozen_lake, an id of gymnasium, or module:Class"
@@ -186,47 +182,6 @@ def _engine(value: Any, document: Document) -> Outcome:
     return Outcome("by hand", text="set actor_rollout_ref.actor.strategy=fsdp2, or model_engine=megatron")
 
 
-def _precision(name: str) -> Rule:
-    def rule(value: Any, document: Document) -> Outcome:
-        if value in PRECISION[name]:
-            return Outcome("nothing to do", text="verl's default")
-        text = f"set {name} in {_ACTOR}.fsdp_config.mixed_precision, next to the other dtypes there"
-        return Outcome("by hand", text=text)
-
-    return rule
-
-
-def _parallel_size(name: str) -> Rule:
-    """Megatron's sizes have the same names in verl's config."""
-    return by_engine(to(f"{_ACTOR}.megatron.{name}"), only(1, "no model parallelism", _FSDP))
-
-
-def _of_fsdp2(rule: Rule) -> Rule:
-    """Use a rule for files that train with FSDP2: other strategies have no such key."""
-    return lambda value, document: (rule if select(document, TRAIN_STRATEGY) == "fsdp2_train" else _other)(
-        value, document
-    )
-
-
-def _other(value: Any, document: Document) -> Outcome:
-    """Say what becomes of a key of the training strategy that has no rule."""
-    if trains_with_megatron(document):
-        text = f"if it is a field of megatron-core's transformer config, set it in {_TRANSFORMER}"
-        return Outcome("by hand", text=text)
-    return _unknown(value, document)
-
-
-def _recompute(value: Any, document: Document) -> Outcome:
-    found = {f"{_TRANSFORMER}.recompute_granularity": value}
-    if value == "full":  # Megatron requires both of them with it
-        found |= {f"{_TRANSFORMER}.recompute_method": "uniform", f"{_TRANSFORMER}.recompute_num_layers": 1}
-    return Outcome("set", found)
-
-
-def _unknown(value: Any, document: Document) -> Outcome:
-    return Outcome("unknown", text="nothing is known of it")
-
-
 _STEPS = "every step is logged"
 
 TABLE: Table = (
@@ -302,60 +257,6 @@ TABLE: Table = (
         by_hand("write the rows as parquet with verl's columns, and set data.train_files and data.val_files"),
     ),
     ("actor_train.strategy_args.strategy_name", _engine),
-    (
-        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
-        _parallel_size("tensor_model_parallel_size"),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size",
-        _parallel_size("pipeline_model_parallel_size"),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.virtual_pipeline_model_parallel_size",
-        _parallel_size("virtual_pipeline_model_parallel_size"),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.context_parallel_size",
-        _parallel_size("context_parallel_size"),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.expert_model_parallel_size",
-        _parallel_size("expert_model_parallel_size"),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.expert_tensor_parallel_size",
-        _parallel_size("expert_tensor_parallel_size"),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.sequence_parallel",
-        by_engine(to(f"{_ACTOR}.megatron.sequence_parallel"), nothing(_FSDP)),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.use_distributed_optimizer",
-        by_engine(to(f"{_ACTOR}.megatron.use_distributed_optimizer"), nothing(_FSDP)),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.recompute_granularity",
-        by_engine(_recompute, nothing("gradient checkpointing recomputes whole layers")),
-    ),
-    ("actor_train.strategy_args.strategy_config.fsdp_size", _of_fsdp2(to(f"{_ACTOR}.fsdp_config.fsdp_size"))),
-    (
-        "actor_train.strategy_args.strategy_config.offload_policy",
-        _of_fsdp2(to(f"{_ACTOR}.fsdp_config.offload_policy")),
-    ),
-    (
-        "actor_train.strategy_args.strategy_config.reshard_after_forward",
-        _of_fsdp2(to(f"{_ACTOR}.fsdp_config.reshard_after_forward")),
-    ),
-    ("actor_train.strategy_args.strategy_config.param_dtype", _of_fsdp2(_precision("param_dtype"))),
-    ("actor_train.strategy_args.strategy_config.reduce_dtype", _of_fsdp2(_precision("reduce_dtype"))),
-    (
-        "actor_train.strategy_args.strategy_config.wrap_policy.*",
-        _of_fsdp2(
-            by_hand(f"set {_ACTOR}.fsdp_config.wrap_policy; by default the model's layers are wrapped")
-        ),
-    ),
-    ("actor_train.strategy_args.strategy_config.*", _other),
     ("actor_train.device_mapping", _devices_of("trainer")),
     ("actor_train.infer_batch_size", to(f"{_ROLLOUT}.{LOG_PROBS}")),
     # Generation.
@@ -417,5 +318,6 @@ TABLE: Table = (
     ("custom_envs.*", by_hand("an argument of the environment: set agentic.environment_kwargs")),
     ("env_monitor.hung_timeout", to(f"{_AGENTIC}.episode_timeout_s", as_=float)),
     ("env_monitor.*", nothing("deadlines are enforced: see agentic.*_timeout_s")),
+    *STRATEGY,
     *RUN,
 )
