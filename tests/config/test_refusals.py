@@ -12,6 +12,11 @@ from recipe.async_pipeline.config.refusals import (
     Refusal,
     Settings,
     any_of,
+    must_be,
+    must_be_off,
+    must_be_on,
+    must_be_one_of,
+    must_be_positive,
     never,
     number_above,
     off,
@@ -65,3 +70,19 @@ def test_paths_may_be_below_a_section_or_be_knobs() -> None:
     knobs = AsyncPipelineConfig.of({"strategy": "n_step_ahead", "staleness.max_lag": 2})
     with pytest.raises(ConfigError, match=r"max_lag must be 1, got 2; set it$"):
         refuse(ROWS, Settings({}, knobs, section="s"))
+
+
+@pytest.mark.parametrize(
+    ("row", "value", "words"),
+    [
+        (must_be("k", None, False, remedy="r", where="on it"), 3, "k must be None on it, got 3; r"),
+        (must_be_one_of("k", ("a", "b"), "r"), "c", "k must be one of a, b, got 'c'; r"),
+        (must_be_off("k", "r"), 1, "k must be False, got 1; r"),
+        (must_be_on("k", "r", "with x"), None, "k must be True with x, got None; r"),
+        (must_be_positive("k", "r"), 0, "k must be >= 1, got 0; r"),
+    ],
+)
+def test_the_words_of_usual_rows(row: Refusal, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse([row], Settings({"k": value}))
+    assert str(caught.value) == words

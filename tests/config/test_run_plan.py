@@ -197,7 +197,7 @@ def test_episodes_are_described(model: Path) -> None:
         "episodes        environment frozen_lake(), isolation process\n                at most 8 turns"
         in text
     )
-    assert as_json(with_lake)["episodes"] == with_lake.episodes != ()
+    assert as_json(with_lake)["episodes"] == with_lake.episodes != []
     assert "episodes" not in "\n".join(describe_plan(planned(config(model), knobs())))
 
 

@@ -3,7 +3,7 @@
 
 A key with the name of a knob, of a section of knobs or of a key of `aliases.FOREIGN` is misplaced
 
-    in a section on the way to ours;
+    in a section that contains the section of the knobs;
     anywhere, if its section has the right name too, as in `somewhere.staleness.max_lag`;
     in a section of verl that has no such key (`verl_bridge.spelling`, which reads verl's keys).
 
@@ -30,9 +30,9 @@ from .schema import AsyncPipelineConfig, knob_paths
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
 ASYNC_TRAINING = "async_training"
 ON_THE_WAY = ("", "trainer", "trainer.v1")
-"""The sections that lead to ours."""
+"""The sections that contain the section of the knobs."""
 ALSO_VERLS = "reward"
-"""A section of verl on the way that has the name of one of ours."""
+"""A section of verl there that has the name of a section of knobs."""
 ALIKE = 0.75
 """Smallest similarity of a misspelled key and the one that is meant, if the section is known."""
 ALIKE_AMONG_VERLS = 0.85
@@ -142,7 +142,7 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
 
 @cache
 def _read_in() -> Mapping[str, list[str]]:
-    """Return the names of our own that are read in each section outside of ours."""
+    """Return the names that this package reads in each section of verl."""
     found: defaultdict[str, list[str]] = defaultdict(list, {"": [ASYNC_TRAINING]})
     for path in (*(key.path for key in FOREIGN if key.unique), *SWITCHES, OWN):
         parent, _, name = path.rpartition(".")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class Settings:
         self._knobs, self._section = knobs, section
 
     def __getitem__(self, path: str) -> Any:
-        """Return the value of a key, or None if there is none."""
+        """Return the value of a key, or None if the config does not have it."""
         path = self.absolute(path)
         if self._knobs is not None and path.startswith(f"{OWN}."):
             return attrgetter(path.removeprefix(f"{OWN}."))(self._knobs)
@@ -57,6 +57,34 @@ class Refusal(NamedTuple):
     remedy: str
     when: Callable[[Settings], Any] = lambda at: True
     """Whether the row applies."""
+
+
+ALWAYS: Callable[[Settings], Any] = Refusal._field_defaults["when"]
+
+
+def must_be(path: str, *values: Any, remedy: str, where: str = "") -> Refusal:
+    """Return a row for a key that must have one of some values; the first one is named."""
+    return Refusal(path, any_of(*values), f"must be {values[0]}{where and f' {where}'}", remedy)
+
+
+def must_be_one_of(path: str, values: Sequence[Any], remedy: str) -> Refusal:
+    """Return a row for a key that must have one of some values; all are named."""
+    return Refusal(path, any_of(*values), f"must be one of {', '.join(map(str, values))}", remedy)
+
+
+def must_be_off(path: str, remedy: str, where: str = "", when: Callable[[Settings], Any] = ALWAYS) -> Refusal:
+    """Return a row for a switch that must be off."""
+    return Refusal(path, off, f"must be False{where and f' {where}'}", remedy, when)
+
+
+def must_be_on(path: str, remedy: str, where: str = "", when: Callable[[Settings], Any] = ALWAYS) -> Refusal:
+    """Return a row for a switch that must be on."""
+    return Refusal(path, on, f"must be True{where and f' {where}'}", remedy, when)
+
+
+def must_be_positive(path: str, remedy: str) -> Refusal:
+    """Return a row for a whole number >= 1."""
+    return Refusal(path, positive, "must be >= 1", remedy)
 
 
 def refuse(rows: Iterable[Refusal], at: Settings) -> None:

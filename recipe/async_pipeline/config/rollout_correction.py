@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ConfigError
 from .loss_modes import LOSS_OF_VARIANT
 from .paths import hint, nested, select
-from .refusals import Refusal, Settings, any_of, number_above, other_than, refuse
+from .refusals import Refusal, Settings, any_of, must_be_one_of, number_above, other_than, refuse
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
@@ -83,18 +83,8 @@ PARAMETER_ROWS: tuple[Refusal, ...] = (
     Refusal(
         f"{POLICY_LOSS}.topr_negative_weight", _weight, "must be a number >= 0 and finite", "the default is 1"
     ),
-    Refusal(
-        f"{POLICY_LOSS}.topr_split",
-        any_of(*SPLITS),
-        f"must be one of {', '.join(SPLITS)}",
-        "advantage is the default",
-    ),
-    Refusal(
-        f"{POLICY_LOSS}.topr_ratio_level",
-        any_of(*RATIO_LEVELS),
-        f"must be one of {', '.join(RATIO_LEVELS)}",
-        "token is the default",
-    ),
+    must_be_one_of(f"{POLICY_LOSS}.topr_split", SPLITS, "advantage is the default"),
+    must_be_one_of(f"{POLICY_LOSS}.topr_ratio_level", RATIO_LEVELS, "token is the default"),
 )
 """Rows for the parameters that are set."""
 BEFORE_NAMES: tuple[Refusal, ...] = (

@@ -5,7 +5,23 @@ from __future__ import annotations
 
 from .adapters import MODEL, adapter_rank, publishes_adapters
 from .paths import MODE, OWN, PATCH_FREE
-from .refusals import Refusal, Settings, any_of, never, off, on, other_than, positive, whole, whole_or_none
+from .refusals import (
+    Refusal,
+    Settings,
+    any_of,
+    must_be,
+    must_be_off,
+    must_be_on,
+    must_be_one_of,
+    must_be_positive,
+    never,
+    off,
+    on,
+    other_than,
+    positive,
+    whole,
+    whole_or_none,
+)
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
@@ -18,6 +34,8 @@ OF_WHOLE_RESPONSES = (
 )
 """verl's estimators of advantages that add up the rewards of the tokens of a response."""
 
+_NO_QAT = "quantization-aware training is not supported yet"
+_NO_DRAFTER = "the drafter of multi-token prediction would not be updated"
 RULES: tuple[Refusal, ...] = (
     Refusal(
         MODE,
@@ -46,27 +64,19 @@ RULES: tuple[Refusal, ...] = (
         "verl's and uni-agent's managers have neither; run the agent as "
         "trainer.v1.async_pipeline.agentic.agent",
     ),
-    Refusal(f"{ROLLOUT}.n", positive, "must be >= 1", "it is the responses to each prompt"),
-    Refusal("data.train_batch_size", positive, "must be >= 1", "it is the prompts of one step"),
-    Refusal(
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-        positive,
-        "must be >= 1",
-        "it is the prompts of one optimizer update",
+    must_be_positive(f"{ROLLOUT}.n", "it is the responses to each prompt"),
+    must_be_positive("data.train_batch_size", "it is the prompts of one step"),
+    must_be_positive(
+        "actor_rollout_ref.actor.ppo_mini_batch_size", "it is the prompts of one optimizer update"
     ),
-    Refusal(
-        f"{ROLLOUT}.max_num_seqs",
-        positive,
-        "must be >= 1",
-        "it is the responses that a replica generates concurrently",
-    ),
+    must_be_positive(f"{ROLLOUT}.max_num_seqs", "it is the responses that a replica generates concurrently"),
     Refusal(
         f"{ROLLOUT}.tensor_model_parallel_size",
         whole,
         "must be a whole number",
         "it is the devices of one replica",
     ),
-    Refusal("critic.ppo_mini_batch_size", positive, "must be >= 1", "it is the prompts of one critic update"),
+    must_be_positive("critic.ppo_mini_batch_size", "it is the prompts of one critic update"),
     Refusal(
         "trainer.critic_warmup", whole_or_none, "must be >= 0", "it is the steps that train only the critic"
     ),
@@ -75,7 +85,7 @@ RULES: tuple[Refusal, ...] = (
     Refusal(
         "ray_kwargs.ray_init.num_gpus", whole_or_none, "must be >= 0", "it is the devices that Ray may use"
     ),
-    Refusal("reward.num_workers", positive, "must be >= 1", "leave it out for verl's default"),
+    must_be_positive("reward.num_workers", "leave it out for verl's default"),
     Refusal(
         "trainer.total_training_steps",
         lambda value: value is None or positive(value),
@@ -94,13 +104,10 @@ RULES: tuple[Refusal, ...] = (
         "must be vllm, sglang, or diffusers for images",
         "other engines are not supported yet",
     ),
-    Refusal(f"{ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),
-    Refusal(f"{ROLLOUT}.data_parallel_size", any_of(1), "must be 1", "use more replicas instead"),
-    Refusal(
-        f"{ROLLOUT}.pipeline_model_parallel_size",
-        any_of(1),
-        "must be 1",
-        "use tensor parallelism or more replicas instead",
+    must_be(f"{ROLLOUT}.mode", "async", remedy="remove the override"),
+    must_be(f"{ROLLOUT}.data_parallel_size", 1, remedy="use more replicas instead"),
+    must_be(
+        f"{ROLLOUT}.pipeline_model_parallel_size", 1, remedy="use tensor parallelism or more replicas instead"
     ),
     Refusal(
         f"{ROLLOUT}.quantization",
@@ -108,40 +115,13 @@ RULES: tuple[Refusal, ...] = (
         "must be null or fp8",
         "weights cannot be converted to other formats yet",
     ),
-    Refusal(
-        "actor_rollout_ref.actor.qat.enable",
-        off,
-        "must be False",
-        "quantization-aware training is not supported yet",
-    ),
-    Refusal(
-        "actor_rollout_ref.actor.fsdp_config.qat.enable",
-        off,
-        "must be False",
-        "quantization-aware training is not supported yet",
-    ),
-    Refusal(
-        f"{ROLLOUT}.qat.enable",
-        off,
-        "must be False",
-        "quantization-aware training is not supported yet",
-    ),
-    Refusal(
-        f"{MODEL}.mtp.enable",
-        off,
-        "must be False",
-        "the drafter of multi-token prediction would not be updated",
-    ),
-    Refusal(
-        f"{ROLLOUT}.mtp.enable",
-        off,
-        "must be False",
-        "the drafter of multi-token prediction would not be updated",
-    ),
-    Refusal(
+    must_be_off("actor_rollout_ref.actor.qat.enable", _NO_QAT),
+    must_be_off("actor_rollout_ref.actor.fsdp_config.qat.enable", _NO_QAT),
+    must_be_off(f"{ROLLOUT}.qat.enable", _NO_QAT),
+    must_be_off(f"{MODEL}.mtp.enable", _NO_DRAFTER),
+    must_be_off(f"{ROLLOUT}.mtp.enable", _NO_DRAFTER),
+    must_be_off(
         f"{ROLLOUT}.enable_rollout_routing_replay",
-        off,
-        "must be False",
         "the routing of a response is not recorded for each of its tokens and versions yet",
     ),
     Refusal(
@@ -150,27 +130,14 @@ RULES: tuple[Refusal, ...] = (
         "must be 0",
         "the routing of responses is not recorded yet",
     ),
-    Refusal(
-        f"{ROLLOUT}.dtype",
-        any_of(*DTYPES),
-        f"must be one of {', '.join(DTYPES)}",
-        "weights are published and served in it",
+    must_be_one_of(f"{ROLLOUT}.dtype", DTYPES, "weights are published and served in it"),
+    must_be_off(f"{ROLLOUT}.disaggregation.enabled", "it is not supported yet"),
+    must_be_one_of(
+        "actor_rollout_ref.actor.strategy", STRATEGIES, "other training engines are not supported yet"
     ),
-    Refusal(f"{ROLLOUT}.disaggregation.enabled", off, "must be False", "it is not supported yet"),
-    Refusal(
-        "actor_rollout_ref.actor.strategy",
-        any_of(*STRATEGIES),
-        f"must be one of {', '.join(STRATEGIES)}",
-        "other training engines are not supported yet",
-    ),
-    Refusal("trainer.val_only", off, "must be False", "validate with stock verl instead"),
-    Refusal("distillation.enabled", off, "must be False", "distillation is not supported yet"),
-    Refusal(
-        "skip.rollout_tq.enable",
-        off,
-        "must be False",
-        "replaying stored rollouts is not supported yet",
-    ),
+    must_be_off("trainer.val_only", "validate with stock verl instead"),
+    must_be_off("distillation.enabled", "distillation is not supported yet"),
+    must_be_off("skip.rollout_tq.enable", "replaying stored rollouts is not supported yet"),
 )
 
 
@@ -209,12 +176,7 @@ ADAPTERS: tuple[Refusal, ...] = (
     ),
 )
 WITH_CRITIC: tuple[Refusal, ...] = (
-    Refusal(
-        "critic.strategy",
-        any_of(*STRATEGIES),
-        f"must be one of {', '.join(STRATEGIES)}",
-        "other training engines are not supported yet",
-    ),
+    must_be_one_of("critic.strategy", STRATEGIES, "other training engines are not supported yet"),
 )
 WITHOUT_CRITIC: tuple[Refusal, ...] = (
     Refusal(
@@ -232,28 +194,19 @@ REWARD_MODEL: tuple[Refusal, ...] = (
         "set it with reward.reward_model.nnodes and reward.reward_model.n_gpus_per_node, since the model "
         "scores while the trainer trains",
     ),
-    Refusal("reward.reward_model.nnodes", positive, "must be >= 1", "set the devices of the reward model"),
-    Refusal(
-        "reward.reward_model.n_gpus_per_node",
-        positive,
-        "must be >= 1",
-        "set the devices of the reward model",
-    ),
-    Refusal(
-        "reward.reward_model.rollout.free_cache_engine",
-        off,
-        "must be False",
-        "set it, since the model does not share its devices",
+    must_be_positive("reward.reward_model.nnodes", "set the devices of the reward model"),
+    must_be_positive("reward.reward_model.n_gpus_per_node", "set the devices of the reward model"),
+    must_be_off(
+        "reward.reward_model.rollout.free_cache_engine", "set it, since the model does not share its devices"
     ),
 )
 _WHILE_GENERATING = f"{OWN}.reward.while_generating"
 REWARDS: tuple[Refusal, ...] = (
-    Refusal(
+    must_be_on(
         _WHILE_GENERATING,
-        on,
-        "must be True with algorithm.filter_groups",
         "set it, since groups are filtered by their rewards as they finish",
-        when=lambda at: at["algorithm.filter_groups.enable"],
+        "with algorithm.filter_groups",
+        lambda at: at["algorithm.filter_groups.enable"],
     ),
     Refusal(
         f"{OWN}.reward.failure",
@@ -276,18 +229,16 @@ REWARDS: tuple[Refusal, ...] = (
         "use gae or reinforce_plus_plus",
         when=lambda at: at[f"{OWN}.agentic.turn_rewards"],
     ),
-    Refusal(
+    must_be_on(
         _WHILE_GENERATING,
-        on,
-        f"must be True with {OWN}.agentic.environment, because the rewards come from the environment",
         "set it",
-        when=lambda at: at[f"{OWN}.agentic.environment"] is not None,
+        f"with {OWN}.agentic.environment, because the rewards come from the environment",
+        lambda at: at[f"{OWN}.agentic.environment"] is not None,
     ),
-    Refusal(
+    must_be_on(
         _WHILE_GENERATING,
-        on,
-        f"must be True with {OWN}.agentic.agent, because the agent may give the rewards",
         "set it",
-        when=lambda at: at[f"{OWN}.agentic.agent"] is not None,
+        f"with {OWN}.agentic.agent, because the agent may give the rewards",
+        lambda at: at[f"{OWN}.agentic.agent"] is not None,
     ),
 )

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, open_dict
 
 from ..config.diffusion import DiffusionConfig
 from ..config.paths import OWN
-from ..config.refusals import Refusal, Settings, any_of, never, on, refuse
+from ..config.refusals import Refusal, Settings, any_of, must_be, never, on, refuse
 from ..config.schema import AsyncPipelineConfig
 from ..diffusion.model_folder import ModelFolder
 from ..errors import ConfigError
@@ -90,26 +90,34 @@ def set_image_keys(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
         manager.module.path = REWARDS_MODULE
 
 
-def _only(path: str, *allowed: Any, remedy: str) -> Refusal:
-    return Refusal(path, any_of(*allowed), f"must be {allowed[0]} {_FOR_IMAGES}", remedy)
-
-
 _ACTOR, _SDE_TYPE = "actor_rollout_ref.actor", f"{DiffusionConfig.PATH}.sde_type"
 _ONE_PICTURE = "an episode is one picture"
 _NO_REFERENCE = "a reference policy of images is not supported yet"
 RULES: tuple[Refusal, ...] = (
-    _only(f"{ROLLOUT}.tensor_model_parallel_size", 1, remedy="use more replicas instead"),
-    _only(f"{ROLLOUT}.quantization", None, remedy="leave it out"),
-    _only("actor_rollout_ref.actor.strategy", "fsdp2", remedy="set it"),
-    _only(f"{MODEL}.lora.merge", False, None, remedy="leave it out, since adapters are served as they are"),
-    _only(
-        "reward.reward_model.enable", False, None, remedy="have the reward function ask a server of rewards"
+    must_be(
+        f"{ROLLOUT}.tensor_model_parallel_size", 1, remedy="use more replicas instead", where=_FOR_IMAGES
     ),
-    _only("reward.reward_manager.name", "naive", GERL_REWARDS, remedy=_OWN_REWARDS),
-    _only("reward_model.reward_manager", None, GERL_REWARDS, remedy=_OWN_REWARDS),
-    _only("algorithm.filter_groups.enable", False, None, remedy="leave it out"),
-    _only("actor_rollout_ref.actor.use_kl_loss", False, None, remedy=_NO_REFERENCE),
-    _only("algorithm.use_kl_in_reward", False, None, remedy=_NO_REFERENCE),
+    must_be(f"{ROLLOUT}.quantization", None, remedy="leave it out", where=_FOR_IMAGES),
+    must_be("actor_rollout_ref.actor.strategy", "fsdp2", remedy="set it", where=_FOR_IMAGES),
+    must_be(
+        f"{MODEL}.lora.merge",
+        False,
+        None,
+        remedy="leave it out, since adapters are served as they are",
+        where=_FOR_IMAGES,
+    ),
+    must_be(
+        "reward.reward_model.enable",
+        False,
+        None,
+        remedy="have the reward function ask a server of rewards",
+        where=_FOR_IMAGES,
+    ),
+    must_be("reward.reward_manager.name", "naive", GERL_REWARDS, remedy=_OWN_REWARDS, where=_FOR_IMAGES),
+    must_be("reward_model.reward_manager", None, GERL_REWARDS, remedy=_OWN_REWARDS, where=_FOR_IMAGES),
+    must_be("algorithm.filter_groups.enable", False, None, remedy="leave it out", where=_FOR_IMAGES),
+    must_be("actor_rollout_ref.actor.use_kl_loss", False, None, remedy=_NO_REFERENCE, where=_FOR_IMAGES),
+    must_be("algorithm.use_kl_in_reward", False, None, remedy=_NO_REFERENCE, where=_FOR_IMAGES),
     Refusal(f"{OWN}.agentic.environment", any_of(None), f"must be left out {_FOR_IMAGES}", _ONE_PICTURE),
     Refusal(f"{OWN}.agentic.agent", any_of(None), f"must be left out {_FOR_IMAGES}", _ONE_PICTURE),
     Refusal(

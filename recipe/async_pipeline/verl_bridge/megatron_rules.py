@@ -16,7 +16,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 
 from ..config.adapters import adapter_rank
 from ..config.aliases import BYPASS
-from ..config.refusals import Refusal, Settings, any_of, never, off, on, refuse
+from ..config.refusals import Refusal, Settings, any_of, must_be, must_be_off, must_be_on, never, off, refuse
 from ..errors import ConfigError
 from .model_rules import MODEL, described_model
 
@@ -31,13 +31,13 @@ _WHOLE_SEQUENCES = "the attention of the CPU platform does not split a sequence"
 
 
 def _on_a_cpu(name: str, *allowed: Any, why: str) -> Refusal:
-    rule = f"must be {allowed[0]} on the CPU platform, since {why}"
-    return Refusal(f".megatron.{name}", any_of(*allowed), rule, "leave it out, or use a GPU")
+    where = f"on the CPU platform, since {why}"
+    return must_be(f".megatron.{name}", *allowed, remedy="leave it out, or use a GPU", where=where)
 
 
 RULES: tuple[Refusal, ...] = (
-    Refusal(".megatron.use_mbridge", on, "must be True", "verl's engine requires it"),
-    Refusal(".megatron.qat.enable", off, "must be False", "quantization-aware training is not supported yet"),
+    must_be_on(".megatron.use_mbridge", "verl's engine requires it"),
+    must_be_off(".megatron.qat.enable", "quantization-aware training is not supported yet"),
     Refusal(
         f"{MODEL}.lora.rank",
         off,
@@ -59,11 +59,10 @@ CPU_ONLY: tuple[Refusal, ...] = (
     _on_a_cpu("override_transformer_config.fp4", None, False, why="it requires Transformer Engine"),
 )
 CPU_ONLY_OF_A_MODEL: tuple[Refusal, ...] = (
-    Refusal(
+    must_be_off(
         ".use_fused_kernels",
-        off,
-        "must be False with Megatron on the CPU platform, since the kernels require CUDA",
         "leave it out, or use a GPU",
+        "with Megatron on the CPU platform, since the kernels require CUDA",
     ),
 )
 NOT_REPLAYED: tuple[Refusal, ...] = (
@@ -79,23 +78,20 @@ REPLAYED: tuple[Refusal, ...] = (
     ),
 )
 WITH_REPLAY: tuple[Refusal, ...] = (
-    Refusal(
+    must_be_off(
         BYPASS,
-        off,
-        "must be False with router_replay.mode=R2",
         "the routing is recorded while old log-probs are computed: set it",
+        "with router_replay.mode=R2",
     ),
-    Refusal(
+    must_be_on(
         f"{MODEL}.use_remove_padding",
-        on,
-        "must be True with router_replay.mode=R2",
         "the routing is recorded for packed rows: set it",
+        "with router_replay.mode=R2",
     ),
-    Refusal(
+    must_be_off(
         ".megatron.pad_to_length",
-        off,
-        "must be False with router_replay.mode=R2",
         "the routing of padding is not recorded: set it",
+        "with router_replay.mode=R2",
     ),
 )
 

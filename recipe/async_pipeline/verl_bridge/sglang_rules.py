@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..config.adapters import publishes_adapters
-from ..config.refusals import Refusal, Settings, any_of, refuse
+from ..config.refusals import Refusal, Settings, any_of, must_be, refuse
 from ..errors import ConfigError
 from .engine_arguments import check_argument_names
 
@@ -57,19 +57,12 @@ CPU_WIDTH_ALIGNMENT = 32
 """SGLang pads these sizes to a multiple of this for each rank on a CPU, and its tables do not say so."""
 
 
+_WITH_SGLANG = f"with {ROLLOUT}.name=sglang"
 RULES: tuple[Refusal, ...] = (
     Refusal(
-        f"{ROLLOUT}.quantization",
-        any_of(None),
-        f"must be null with {ROLLOUT}.name=sglang",
-        "leave it out, or use vllm",
+        f"{ROLLOUT}.quantization", any_of(None), f"must be null {_WITH_SGLANG}", "leave it out, or use vllm"
     ),
-    Refusal(
-        f"{ROLLOUT}.expert_parallel_size",
-        any_of(None, 1),
-        f"must be 1 with {ROLLOUT}.name=sglang",
-        "use tensor parallelism",
-    ),
+    must_be(f"{ROLLOUT}.expert_parallel_size", 1, None, remedy="use tensor parallelism", where=_WITH_SGLANG),
 )
 
 

@@ -2,7 +2,7 @@
 """Refuse misplaced and misspelled keys in verl's own sections, which hydra adds with a `+` and no code reads.
 
 verl reads some keys that its configuration does not have, and so may the user's own code. A key that the
-section does not have is refused if it has the name of one of ours, or if it resembles one of its section and
+section does not have is refused if it has the name of a knob, or if it resembles a key of its section and
 its name occurs nowhere in verl's source.
 """
 
@@ -36,7 +36,7 @@ COMPOSED = ("_generated_ppo_trainer.yaml", "_generated_ppo_megatron_trainer.yaml
 
 
 def check_spelling(config: DictConfig) -> None:
-    """Raises ConfigError if a key in a section of verl is one of ours or misspelled."""
+    """Raises ConfigError if a key in a section of verl is misspelled, or has the name of a knob."""
     tree = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     for path, section in _sections(tree, ""):
         known = _known(path, section)
