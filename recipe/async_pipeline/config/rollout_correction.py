@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ConfigError
 from .loss_modes import LOSS_OF_VARIANT
 from .paths import hint, nested, select
-from .refusals import Refusal, Settings, any_of, must_be_one_of, number_above, other_than, refuse
+from .refusals import Refusal, Settings, any_of, must_be_on, must_be_one_of, number_above, other_than, refuse
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
@@ -135,6 +135,47 @@ CORRECTION_ROWS: tuple[Refusal, ...] = (
         "token is a usual choice",
     ),
 )
+
+
+_ROLLOUT_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+_OF_THE_ROLLOUT = "if old log-probs are the rollout's"
+_ONLY_THE_LOSS = "set it to null, since only the loss corrects then"
+
+
+def _bypassed(at: Settings) -> bool:
+    return bool(at[f"{CORRECTION}.bypass_mode"])
+
+
+LEFT_OUT: tuple[Refusal, ...] = (
+    must_be_on(_ROLLOUT_LOG_PROBS, "set it", _OF_THE_ROLLOUT, _bypassed),
+    must_be_on(
+        _ROLLOUT_LOG_PROBS,
+        "set it",
+        f"with {CORRECTION}.rollout_is",
+        lambda at: at[f"{CORRECTION}.rollout_is"] is not None,
+    ),
+    must_be_on(
+        _ROLLOUT_LOG_PROBS,
+        "set it",
+        f"with {CORRECTION}.rollout_rs",
+        lambda at: at[f"{CORRECTION}.rollout_rs"] is not None,
+    ),
+    Refusal(
+        f"{CORRECTION}.rollout_is",
+        any_of(None),
+        f"must be null {_OF_THE_ROLLOUT} (bypass_mode, old_logp=rollout)",
+        _ONLY_THE_LOSS,
+        _bypassed,
+    ),
+    Refusal(
+        f"{CORRECTION}.rollout_rs",
+        any_of(None),
+        f"must be null {_OF_THE_ROLLOUT} (bypass_mode, old_logp=rollout)",
+        _ONLY_THE_LOSS,
+        _bypassed,
+    ),
+)
+"""Corrections that verl would silently leave out."""
 
 
 def check_loss_parameters(section: Mapping[str, Any]) -> None:

@@ -23,7 +23,6 @@ from .refusals import (
     whole_or_none,
 )
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 """The training engines whose weights can be published."""
@@ -44,19 +43,19 @@ RULES: tuple[Refusal, ...] = (
         "set async_strategy instead",
     ),
     Refusal(
-        f"{ROLLOUT}.checkpoint_engine.backend",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend",
         any_of("naive", "dual_buffer"),
         "must be dual_buffer",
         "leave it out",
     ),
     Refusal(
-        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
         any_of(2048),
         "must not be changed",
         f"set {OWN}.weight_sync.gather_bucket_size_mb instead",
     ),
     Refusal(
-        f"{ROLLOUT}.agent.agent_loop_manager_class",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
         any_of(None, MANAGER),
         "must not be changed",
         "leave it out: the pipeline needs run_group, which returns each group when it is complete, or "
@@ -64,14 +63,16 @@ RULES: tuple[Refusal, ...] = (
         "verl's and uni-agent's managers have neither; run the agent as "
         "trainer.v1.async_pipeline.agentic.agent",
     ),
-    must_be_positive(f"{ROLLOUT}.n", "it is the responses to each prompt"),
+    must_be_positive("actor_rollout_ref.rollout.n", "it is the responses to each prompt"),
     must_be_positive("data.train_batch_size", "it is the prompts of one step"),
     must_be_positive(
         "actor_rollout_ref.actor.ppo_mini_batch_size", "it is the prompts of one optimizer update"
     ),
-    must_be_positive(f"{ROLLOUT}.max_num_seqs", "it is the responses that a replica generates concurrently"),
+    must_be_positive(
+        "actor_rollout_ref.rollout.max_num_seqs", "it is the responses that a replica generates concurrently"
+    ),
     Refusal(
-        f"{ROLLOUT}.tensor_model_parallel_size",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
         whole,
         "must be a whole number",
         "it is the devices of one replica",
@@ -99,39 +100,41 @@ RULES: tuple[Refusal, ...] = (
         "the pipeline builds on verl's V1 trainer",
     ),
     Refusal(
-        f"{ROLLOUT}.name",
+        "actor_rollout_ref.rollout.name",
         any_of("vllm", "sglang", "diffusers"),
         "must be vllm, sglang, or diffusers for images",
         "other engines are not supported yet",
     ),
-    must_be(f"{ROLLOUT}.mode", "async", remedy="remove the override"),
-    must_be(f"{ROLLOUT}.data_parallel_size", 1, remedy="use more replicas instead"),
+    must_be("actor_rollout_ref.rollout.mode", "async", remedy="remove the override"),
+    must_be("actor_rollout_ref.rollout.data_parallel_size", 1, remedy="use more replicas instead"),
     must_be(
-        f"{ROLLOUT}.pipeline_model_parallel_size", 1, remedy="use tensor parallelism or more replicas instead"
+        "actor_rollout_ref.rollout.pipeline_model_parallel_size",
+        1,
+        remedy="use tensor parallelism or more replicas instead",
     ),
     Refusal(
-        f"{ROLLOUT}.quantization",
+        "actor_rollout_ref.rollout.quantization",
         any_of(None, "fp8"),
         "must be null or fp8",
         "weights cannot be converted to other formats yet",
     ),
     must_be_off("actor_rollout_ref.actor.qat.enable", _NO_QAT),
     must_be_off("actor_rollout_ref.actor.fsdp_config.qat.enable", _NO_QAT),
-    must_be_off(f"{ROLLOUT}.qat.enable", _NO_QAT),
-    must_be_off(f"{MODEL}.mtp.enable", _NO_DRAFTER),
-    must_be_off(f"{ROLLOUT}.mtp.enable", _NO_DRAFTER),
+    must_be_off("actor_rollout_ref.rollout.qat.enable", _NO_QAT),
+    must_be_off("actor_rollout_ref.model.mtp.enable", _NO_DRAFTER),
+    must_be_off("actor_rollout_ref.rollout.mtp.enable", _NO_DRAFTER),
     must_be_off(
-        f"{ROLLOUT}.enable_rollout_routing_replay",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
         "the routing of a response is not recorded for each of its tokens and versions yet",
     ),
     Refusal(
-        f"{ROLLOUT}.moe_load_balance_metrics_interval",
+        "actor_rollout_ref.rollout.moe_load_balance_metrics_interval",
         off,
         "must be 0",
         "the routing of responses is not recorded yet",
     ),
-    must_be_one_of(f"{ROLLOUT}.dtype", DTYPES, "weights are published and served in it"),
-    must_be_off(f"{ROLLOUT}.disaggregation.enabled", "it is not supported yet"),
+    must_be_one_of("actor_rollout_ref.rollout.dtype", DTYPES, "weights are published and served in it"),
+    must_be_off("actor_rollout_ref.rollout.disaggregation.enabled", "it is not supported yet"),
     must_be_one_of(
         "actor_rollout_ref.actor.strategy", STRATEGIES, "other training engines are not supported yet"
     ),
@@ -147,28 +150,28 @@ def _publishes_adapters(at: Settings) -> bool:
 
 ADAPTERS: tuple[Refusal, ...] = (
     Refusal(
-        f"{MODEL}.lora.rank",
+        "actor_rollout_ref.model.lora.rank",
         never,
         f"must be 0 or {MODEL}.lora_rank=<{MODEL}.lora_rank> with fsdp and fsdp2, which read only the latter",
         f"set {MODEL}.lora_rank",
-        when=lambda at: adapter_rank(at.config) != (at[f"{MODEL}.lora_rank"] or 0),
+        when=lambda at: adapter_rank(at.config) != (at["actor_rollout_ref.model.lora_rank"] or 0),
     ),
     Refusal(
-        f"{MODEL}.lora_rank",
+        "actor_rollout_ref.model.lora_rank",
         positive,
         f"must be >= 1 with {MODEL}.lora_adapter_path, since all weights are trained otherwise",
         "set it to the rank of the adapter",
-        when=lambda at: at[f"{MODEL}.lora_adapter_path"] is not None,
+        when=lambda at: at["actor_rollout_ref.model.lora_adapter_path"] is not None,
     ),
     Refusal(
-        f"{ACTOR}.strategy",
+        "actor_rollout_ref.actor.strategy",
         other_than("fsdp"),
         "must be fsdp2 for LoRA adapters that are not merged",
         f"set it, or {MODEL}.lora.merge=True",
         when=_publishes_adapters,
     ),
     Refusal(
-        f"{ROLLOUT}.load_format",
+        "actor_rollout_ref.rollout.load_format",
         other_than(None, "dummy"),
         "must not be dummy for LoRA adapters, whose base is not published",
         f"set it to auto, or {MODEL}.lora.merge=True",

@@ -34,7 +34,7 @@ from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import MODE, OWN, PATCH_FREE, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
 from ..config.refusals import Settings, refuse
-from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_estimator, check_loss
+from ..config.rollout_correction import CORRECTION, LEFT_OUT, POLICY_LOSS, check_estimator, check_loss
 from ..config.schema import AsyncPipelineConfig
 from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ..config.user_classes import find_class, schedule_at
@@ -147,22 +147,9 @@ def _choose_old_logp(review: Review) -> None:
     review.old_logp = proximal_policy(review.knobs, review.placement, bypass=review.bypass)
 
 
-def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
+def _require_corrections_that_work(config: DictConfig) -> None:
     """Raises ConfigError if verl would silently leave out the chosen rollout correction."""
-    asked = {
-        name: value
-        for name in ("rollout_is", "rollout_rs")
-        if (value := OmegaConf.select(config, f"{CORRECTION}.{name}")) is not None
-    }
-    if (bypass or asked) and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        why = "if old log-probs are the rollout's" if bypass else f"with {CORRECTION}.{next(iter(asked))}"
-        raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True {why}, got False; set it")
-    for name, value in asked.items() if bypass else ():
-        raise ConfigError(
-            f"{CORRECTION}.{name} must be null if old log-probs are the rollout's (bypass_mode, "
-            f"old_logp=rollout), got {value!r}; set it to null, since only the loss corrects then"
-        )
-
+    refuse(LEFT_OUT, Settings(config))
     check_estimator(config, {*ADV_ESTIMATOR_REGISTRY, FLOW_GRPO})
     # Losses that an external library registers in the workers are unknown here.
     check_loss(
@@ -337,7 +324,7 @@ CHECKS: tuple[Callable[[Review], object], ...] = (
     lambda review: check_verl_config(review.config),
     lambda review: check_images(review.config, review.knobs, critic=has_critic(review.config)),
     lambda review: _require_stages_that_fit(review.config, review.knobs),
-    lambda review: _require_corrections_that_work(review.config, bypass=review.bypass),
+    lambda review: _require_corrections_that_work(review.config),
     _check_resume,
     _place,
     _choose_old_logp,
