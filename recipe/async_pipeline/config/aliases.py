@@ -293,11 +293,7 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ),
     ForeignKey("async_training.staleness_threshold", _staleness_threshold, _STRATEGY_AND_LAG),
     ForeignKey("async_training.trigger_parameter_sync_step", _steps_of_a_sync, (*_STRATEGY_AND_LAG, EVERY)),
-    ForeignKey(
-        "require_batches",
-        _mini_batches,
-        meaning=f"`{_BATCH}`: that many times `{_MINI_BATCH}`",
-    ),
+    ForeignKey("require_batches", _mini_batches, meaning=f"`{_BATCH}`: that many times `{_MINI_BATCH}`"),
     ForeignKey("async_training.require_batches", _mini_batches),
     ForeignKey("pg_variant", _pg_variant, meaning=f"`{_LOSS_MODE}`; one of {', '.join(LOSS_OF_VARIANT)}"),
     ForeignKey("actor_rollout_ref.actor.pg_variant", _pg_variant),

@@ -36,12 +36,7 @@ OF_WHOLE_RESPONSES = (
 _NO_QAT = "quantization-aware training is not supported yet"
 _NO_DRAFTER = "the drafter of multi-token prediction would not be updated"
 RULES: tuple[Refusal, ...] = (
-    Refusal(
-        MODE,
-        any_of("sync", PATCH_FREE),
-        "must not be changed",
-        "set async_strategy instead",
-    ),
+    Refusal(MODE, any_of("sync", PATCH_FREE), "must not be changed", "set async_strategy instead"),
     Refusal(
         "actor_rollout_ref.rollout.checkpoint_engine.backend",
         any_of("naive", "dual_buffer"),

@@ -121,10 +121,7 @@ RULES: tuple[Refusal, ...] = (
     Refusal(f"{OWN}.agentic.environment", any_of(None), f"must be left out {_FOR_IMAGES}", _ONE_PICTURE),
     Refusal(f"{OWN}.agentic.agent", any_of(None), f"must be left out {_FOR_IMAGES}", _ONE_PICTURE),
     Refusal(
-        "reward.custom_reward_function.path",
-        on,
-        f"must name a function of images {_FOR_IMAGES}",
-        "set it",
+        "reward.custom_reward_function.path", on, f"must name a function of images {_FOR_IMAGES}", "set it"
     ),
     Refusal(
         "algorithm.rollout_correction.rollout_is",

@@ -246,10 +246,7 @@ TABLE: Table = (
     ("actor_train.training_args.learning_rate", to(f"{_ACTOR}.optim.lr", as_=float)),
     ("actor_train.training_args.weight_decay", to(f"{_ACTOR}.optim.weight_decay", as_=float)),
     ("actor_train.training_args.warmup_steps", to(f"{_ACTOR}.optim.lr_warmup_steps")),
-    (
-        "actor_train.training_args.per_device_train_batch_size",
-        to(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
-    ),
+    ("actor_train.training_args.per_device_train_batch_size", to(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")),
     ("actor_train.training_args.gradient_accumulation_steps", _mini_batch),
     ("actor_train.data_args.template", nothing("the tokenizer's own chat template is used")),
     (

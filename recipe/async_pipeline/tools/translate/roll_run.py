@@ -153,10 +153,7 @@ RUN: Table = (
     ("num_gpus_per_node", _devices_of_a_node),
     ("resume_from_checkpoint", _resumed),
     ("track_with", one_of(TRACKERS, "trainer.logger", otherwise="set trainer.logger")),
-    (
-        "tracker_kwargs.*",
-        by_hand("set trainer.project_name; loggers read the rest from the environment"),
-    ),
+    ("tracker_kwargs.*", by_hand("set trainer.project_name; loggers read the rest from the environment")),
     ("max_grad_norm", to(f"{_ACTOR}.optim.clip_grad", as_=float)),
     ("use_kl_loss", to(f"{_ACTOR}.use_kl_loss")),
     ("kl_loss_coef", to(f"{_ACTOR}.kl_loss_coef", as_=float)),
@@ -175,10 +172,7 @@ RUN: Table = (
             _schedule(f"{_ACTOR}.optim.lr_scheduler_type"),
         ),
     ),
-    (
-        "max_actions_per_traj",
-        by_hand("it bounds an episode: see agentic.max_turns"),
-    ),
+    ("max_actions_per_traj", by_hand("it bounds an episode: see agentic.max_turns")),
     ("max_tokens_per_step", nothing("it is used where the file refers to it")),
 )
 """Rules of keys that depend on few others."""
