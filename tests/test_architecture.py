@@ -44,7 +44,6 @@ WHOLE_JOB = "e2e/test_jobs.py"
 LADDER = "e2e/test_ladder.py"
 TESTED_ELSEWHERE: Mapping[str, str] = {
     # Parts of one reading of the config.
-    "config/aliases.py": "config/test_translation.py",
     "config/schema.py": "config/test_translation.py",
     "config/paths.py": "config/test_translation.py",
     "config/foreign_pools.py": "config/test_placement.py",

@@ -112,26 +112,6 @@ def test_a_changed_setting_is_named(tmp_path: Path, change: dict[str, Any], reas
     assert reason in lines[0]
 
 
-@pytest.mark.parametrize(("lag", "resumes"), [(3, True), (5, False)])
-def test_a_checkpoint_with_former_knob_names_resumes(tmp_path: Path, lag: int, resumes: bool) -> None:
-    made = origin(config(tmp_path, resume_mode="disable"), strategy="n_step_ahead", max_lag=3)
-    current = f"{OWN}.staleness.max_lag"
-    former = {(f"{OWN}.max_lag" if name == current else name): v for name, v in made.identity.items()}
-    assert former != made.identity
-    part = begin(tmp_path, 4)
-    (part / "x").write_text("x")
-    folder = publish(part, step=4, run=made.run, identity=former, saved_unix=4.0)
-
-    if resumes:
-        found = origin(config(tmp_path), strategy="n_step_ahead", max_lag=lag).found
-        assert found is not None and found.folder == folder
-    else:
-        lines: list[str] = []
-        with pytest.raises(ConfigError, match="found no usable checkpoint"):
-            origin(config(tmp_path), lines, strategy="n_step_ahead", max_lag=lag)
-        assert f"{current} was 3 there and is 5 here" in lines[0]
-
-
 def test_a_run_with_a_ledger_resumes_from_its_own_checkpoints_only(tmp_path: Path) -> None:
     """Another run with the same identity has saved into the same folder."""
     own, other = saved(tmp_path, 5), saved(tmp_path, 15)

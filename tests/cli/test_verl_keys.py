@@ -9,7 +9,7 @@ import pytest
 
 from recipe.async_pipeline.cli import verl_keys
 from recipe.async_pipeline.cli.verl_keys import near_key
-from recipe.async_pipeline.config.overrides import in_words
+from recipe.async_pipeline.config.overrides import explain_complaint
 from recipe.async_pipeline.errors import PatchError
 
 
@@ -42,11 +42,11 @@ def test_a_misspelled_key_has_a_near_one(path: str, near: str | None) -> None:
 @pytest.mark.usefixtures("tree")
 def test_a_misspelled_key_is_not_advised_with_a_plus() -> None:
     complaint = "Could not override 'actor_rollout_ref.rollout.nmea'."
-    assert in_words(complaint, near_key) == (
+    assert explain_complaint(complaint, near_key) == (
         "actor_rollout_ref.rollout.nmea is not a key of this config; did you mean 'name'?"
     )
     assert "write +trainer.nope=... to add it" in str(
-        in_words("Could not override 'trainer.nope'.", near_key)
+        explain_complaint("Could not override 'trainer.nope'.", near_key)
     )
 
 

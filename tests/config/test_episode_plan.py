@@ -9,12 +9,12 @@ import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies
 from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
-from recipe.async_pipeline.config.episode_plan import episodes_in_words
+from recipe.async_pipeline.config.episode_plan import describe_episodes
 
 
 def said(loop: str | None = None, multi_turn: dict[str, Any] | None = None, **knobs: Any) -> list[str]:
     rollout = {"agent": {"default_agent_loop": loop}, "multi_turn": multi_turn or {}}
-    return list(episodes_in_words(AgenticConfig(**knobs), {"actor_rollout_ref": {"rollout": rollout}}))
+    return list(describe_episodes(AgenticConfig(**knobs), {"actor_rollout_ref": {"rollout": rollout}}))
 
 
 @pytest.mark.parametrize("loop", [None, "single_turn_agent"])
@@ -112,6 +112,6 @@ def test_ends_that_an_agent_loop_does_not_know_are_not_described() -> None:
 
 def test_rewards_by_turn_and_prefixes_of_episodes() -> None:
     knobs = AgenticConfig(environment="frozen_lake", turn_rewards=True)
-    lines = list(episodes_in_words(knobs, {}, "session"))
+    lines = list(describe_episodes(knobs, {}, "session"))
     assert lines[2] == "each reward is at the last token of its turn (turn_rewards)"
     assert lines[3].endswith("use the keys and values of their episode (reuse_prefixes=session)")

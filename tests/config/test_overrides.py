@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 
-from recipe.async_pipeline.config.overrides import in_words
+from recipe.async_pipeline.config.overrides import explain_complaint
 from recipe.async_pipeline.config.paths import OWN
 from tests import REPOSITORY
 
@@ -39,11 +39,11 @@ def test_a_complaint_becomes_one_line(override: str, line: str) -> None:
         pytest.raises(HydraException) as caught,
     ):
         compose(config_name="async_pipeline", overrides=[override])
-    words = in_words(str(caught.value).split("\n")[0])
+    words = explain_complaint(str(caught.value).split("\n")[0])
     assert words is not None
     assert words.startswith(line) and "\n" not in words
 
 
 def test_other_lines_are_left_alone() -> None:
-    assert in_words("ValueError: no viable alternative") is None
-    assert in_words("") is None
+    assert explain_complaint("ValueError: no viable alternative") is None
+    assert explain_complaint("") is None

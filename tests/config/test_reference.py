@@ -61,7 +61,8 @@ def test_a_foreign_key_sets_only_the_knobs_that_it_declares() -> None:
         for key in FOREIGN:
             if path == key.path:
                 draft = Draft()
-                key.apply(value, draft)
+                for name, wanted in key.apply(value, {}).overrides.items():
+                    draft.propose(name, wanted, path)
                 quota(draft, None)
                 found = {name for name in draft.values if name in knob_paths()}
                 assert found <= set(key.sets), path
@@ -79,6 +80,6 @@ def test_help_can_be_limited_to_a_section() -> None:
 
 @pytest.mark.parametrize("path", ["staleness.max_lag", f"{OWN}.staleness.max_lag", "max_lag"])
 def test_help_can_be_limited_to_a_knob(path: str) -> None:
-    """The path may be a former one, or a whole key."""
+    """A knob is found by its path, its whole key or its name."""
     knobs = [line for line in render_help(path) if line.startswith(("staleness", "weight_sync"))]
     assert len(knobs) == 1 and knobs[0].startswith("staleness.max_lag  (")

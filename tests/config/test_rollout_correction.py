@@ -16,8 +16,8 @@ from recipe.async_pipeline.config.rollout_correction import (
     check_estimator,
     check_loss,
     check_loss_parameters,
-    correction_in_words,
-    loss_in_words,
+    describe_correction,
+    describe_loss,
 )
 from recipe.async_pipeline.errors import ConfigError
 from tests.fakes.alias_values import nested
@@ -34,8 +34,8 @@ KNOWN = ("vanilla", "gspo", "dro", "tis")
         ("tis_upper_bound", -1, "must be 0 <= lower <= upper"),
         ("tis_lower_bound", 5, "must be 0 <= lower <= upper"),
         ("tis_lower_bound", float("nan"), "must be 0 <= lower <= upper"),
-        ("topr_positive_weight", None, "must be a number, got None"),
-        ("topr_negative_weight", float("inf"), "must be >= 0 and finite"),
+        ("topr_positive_weight", None, "must be a number >= 0 and finite, got None"),
+        ("topr_negative_weight", float("inf"), "must be a number >= 0 and finite"),
         (
             "topr_split",
             "nonsense",
@@ -124,13 +124,13 @@ def test_where_other_code_may_add_losses_any_name_may_be_one() -> None:
         ("gspo", "rollout", 4, "gspo: ratio of the current policy to the versions that generated the tokens"),
     ],
 )
-def test_a_loss_in_words(mode: str, old_logp: str, mini_batches: int, words: str) -> None:
-    assert loss_in_words(nested((f"{POLICY_LOSS}.loss_mode", mode)), old_logp, mini_batches) == words
+def test_a_describe_loss(mode: str, old_logp: str, mini_batches: int, words: str) -> None:
+    assert describe_loss(nested((f"{POLICY_LOSS}.loss_mode", mode)), old_logp, mini_batches) == words
 
 
 def test_more_epochs_are_more_updates() -> None:
     config = nested((f"{POLICY_LOSS}.loss_mode", "tis"), ("actor_rollout_ref.actor.ppo_epochs", 2))
-    assert "ratio is 1" not in loss_in_words(config, "trainer", 1)
+    assert "ratio is 1" not in describe_loss(config, "trainer", 1)
 
 
 @pytest.mark.parametrize(
@@ -169,18 +169,18 @@ def test_more_epochs_are_more_updates() -> None:
         ),
     ],
 )
-def test_a_correction_in_words(section: dict[str, Any], old_logp: str, words: str) -> None:
+def test_a_describe_correction(section: dict[str, Any], old_logp: str, words: str) -> None:
     config = nested(*((f"{CORRECTION}.{name}", value) for name, value in section.items()))
-    assert correction_in_words(config, old_logp, 3) == words
+    assert describe_correction(config, old_logp, 3) == words
 
 
 def test_no_lag_requires_no_correction() -> None:
-    assert correction_in_words({}, "trainer", 0) == "none"
+    assert describe_correction({}, "trainer", 0) == "none"
 
 
 @pytest.mark.parametrize("mode", ["policy_gradient", "gpg"])
 def test_a_loss_without_a_ratio_does_not_correct(mode: str) -> None:
-    words = correction_in_words(nested((f"{POLICY_LOSS}.loss_mode", mode)), "rollout", 2)
+    words = describe_correction(nested((f"{POLICY_LOSS}.loss_mode", mode)), "rollout", 2)
     assert words == (
         "none: the loss has no ratio, though responses may have lag 2; set pg_variant=tis to correct for it"
     )

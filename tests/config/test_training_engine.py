@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.training_engine import data_parallel, training_in_words
+from recipe.async_pipeline.config.training_engine import data_parallel, describe_training
 
 
 @pytest.mark.parametrize(
@@ -47,5 +47,5 @@ from recipe.async_pipeline.config.training_engine import data_parallel, training
 def test_the_engine_and_its_ranks_are_named(
     actor: dict[str, Any], devices: int, ranks: int, text: str
 ) -> None:
-    assert training_in_words({"actor_rollout_ref": {"actor": actor}}, devices) == text
+    assert describe_training({"actor_rollout_ref": {"actor": actor}}, devices) == text
     assert data_parallel({"actor_rollout_ref": {"actor": actor}}, devices) == ranks

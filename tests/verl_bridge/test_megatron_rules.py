@@ -109,7 +109,7 @@ def test_what_the_cpu_cannot_run_is_refused_there_only(
     [
         ({f"{MEGATRON}.use_mbridge": False}, "use_mbridge must be True"),
         ({f"{MEGATRON}.qat.enable": True}, "qat.enable must be False"),
-        ({f"{MEGATRON}.router_replay.mode": "R2"}, "must be disabled for a model without experts, got R2"),
+        ({f"{MEGATRON}.router_replay.mode": "R2"}, "must be disabled for a model without experts, got 'R2'"),
         (
             {f"{ACTOR}.optim.lr_warmup_steps": 60},
             f"^{ACTOR}.optim.lr_warmup_steps must be < trainer.total_training_steps=60 .*, got 60; lower it$",
@@ -173,12 +173,15 @@ def test_the_trainers_routing_may_be_replayed(rules: ModuleType, experts: Smoke)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({f"{MEGATRON}.{REPLAY}": "R3"}, f"{MEGATRON}.{REPLAY} must be disabled or R2, got R3; the engines'"),
+        (
+            {f"{MEGATRON}.{REPLAY}": "R3"},
+            f"{MEGATRON}.{REPLAY} must be disabled or R2, got 'R3'; the eng",
+        ),
         (
             {f"{ACTOR}.use_kl_loss": True, f"{REF}.megatron.{REPLAY}": "R2"},
-            f"{REF}.megatron.{REPLAY} must be disabled, got R2; only the actor's",
+            f"{REF}.megatron.{REPLAY} must be disabled, got 'R2'; only the actor's",
         ),
-        ({f"critic.megatron.{REPLAY}": "R2"}, f"critic.megatron.{REPLAY} must be disabled, got R2"),
+        ({f"critic.megatron.{REPLAY}": "R2"}, f"critic.megatron.{REPLAY} must be disabled, got 'R2'"),
         (
             {"algorithm.rollout_correction.bypass_mode": True},
             "bypass_mode must be False with .*mode=R2, got True; the routing is recorded while old log-probs",

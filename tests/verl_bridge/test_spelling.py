@@ -7,7 +7,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from recipe.async_pipeline.config.aliases import FOREIGN
+from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.config.schema import knob_paths
 from recipe.async_pipeline.errors import ConfigError
 from tests.verl_bridge.conftest import Smoke
 
@@ -34,6 +38,19 @@ def test_a_misspelled_key_of_verl_is_refused(
         launch.checked(smoke({path: value}))
 
 
+@pytest.mark.parametrize("section", ["data", "critic", "algorithm", ACTOR, ROLLOUT, f"{ROLLOUT}.multi_turn"])
+def test_a_knob_in_a_section_of_verl_is_refused(
+    load_spelling: ModuleType, smoke: Smoke, section: str
+) -> None:
+    names = {path.rpartition(".")[2]: path for path in knob_paths() if path.count(".") < 2}
+    config, foreign = smoke({}, switched_on=False), {key.path for key in FOREIGN}
+    keys = [key for key in (f"{section}.{name}" for name in names) if OmegaConf.select(config, key) is None]
+    # A sample of them, because each takes as long as the start of a run.
+    for key in [key for key in keys if key not in foreign][len(section) % 9 :: 9]:
+        with pytest.raises(ConfigError, match=f"^{key} is misplaced, got 3; it belongs at .*{OWN}"):
+            load_spelling.check_spelling(smoke({key: 3}, switched_on=False))
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -45,6 +62,7 @@ def test_a_misspelled_key_of_verl_is_refused(
         f"{ROLLOUT}.val_kwargs.extra_body.temperaturee",
         "actor_rollout_ref.model.override_config.hidden_sise",
         "data.trian_note",
+        f"{ROLLOUT}.engine_kwargs.vllm.max_turns",
     ],
 )
 def test_keys_that_other_code_may_read_are_not_refused(

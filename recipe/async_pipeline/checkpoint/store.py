@@ -31,7 +31,6 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from ..config.names import current_path
 from ..errors import CheckpointError, ConfigError
 from .hashed_file import CountBytes, FileEntry, entry_of
 
@@ -236,10 +235,8 @@ def _first_difference(checkpoint: Path, entries: Sequence[FileEntry], *, content
 def _check_owner(
     checkpoint: Path, manifest: CheckpointManifest, identity: Mapping[str, str], run: str | None
 ) -> None:
-    # An older checkpoint has the former names of our knobs.
-    recorded = {current_path(name): value for name, value in manifest.identity.items()}
-    for name in sorted({*recorded, *identity}):
-        theirs, ours = recorded.get(name, "(not set)"), identity.get(name, "(not set)")
+    for name in sorted({*manifest.identity, *identity}):
+        theirs, ours = manifest.identity.get(name, "(not set)"), identity.get(name, "(not set)")
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint} belongs to another run: {name} was {theirs} there and is {ours} here"

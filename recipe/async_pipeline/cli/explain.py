@@ -15,9 +15,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from ..config.misplaced import SWITCHES
-from ..config.overrides import in_words as overrides_in_words
+from ..config.overrides import explain_complaint
 from ..config.reference import render_help
-from ..config.run_plan import as_json, in_words, plan_of
+from ..config.run_plan import as_json, describe_plan, plan_of
 from ..console import echo
 from ..errors import ConfigError
 from ..patching.verl_source import find_verl_root
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.as_json:
         echo(json.dumps(as_json(plan) | {"notes": list(notes)}, indent=2))
         return 0
-    for line in (*notes, *in_words(plan)):
+    for line in (*notes, *describe_plan(plan)):
         echo(line)
     return 0
 
@@ -102,4 +102,4 @@ def _composed(folder: Path | None, name: str, overrides: list[str]) -> Any:
             return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
     except (HydraException, ValueError) as error:
         first = str(error).split("\n")[0]
-        raise ConfigError(overrides_in_words(first, near_key) or first) from None
+        raise ConfigError(explain_complaint(first, near_key) or first) from None

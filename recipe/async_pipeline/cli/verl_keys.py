@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from ..config.names import ALIKE
+from ..config.misplaced import ALIKE
 from ..config.paths import OWN, select
 from ..contract.config_keys import keys_of_tree
 from ..errors import PatchError

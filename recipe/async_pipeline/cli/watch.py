@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
-from ..config.overrides import in_words as overrides_in_words
+from ..config.overrides import explain_complaint
 from ..observe.run_files import set_aside
 from ..observe.table import MARK, TRANSIENT
 from ..processes import adopt_orphans, descendants, end_all, send_signal
@@ -93,7 +93,7 @@ class Screen:
             self._open(Path(found[1]))
         self._file(text)
         self.tail.append(text)
-        if complaint := overrides_in_words(text, near_key):
+        if complaint := explain_complaint(text, near_key):
             self.cause, self.users_mistake = complaint, True
 
         mark = text.find(MARK)

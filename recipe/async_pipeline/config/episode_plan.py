@@ -18,7 +18,7 @@ OF_ALL_LOOPS = ("agent_failed", "deadline")
 """The ends that each agent loop knows."""
 
 
-def episodes_in_words(
+def describe_episodes(
     knobs: AgenticConfig, config: Mapping[str, Any], reuse_prefixes: bool | str = False
 ) -> Iterator[str]:
     """Yield lines about the episodes of a run; none if all are single responses.

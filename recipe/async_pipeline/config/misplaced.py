@@ -1,46 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse keys that verl would ignore although they are meant for us: misplaced or misspelled ones."""
+"""Refuse keys that verl would ignore although they are meant for us: misplaced or misspelled ones.
+
+A key with the name of a knob, of a section of knobs or of a key of `aliases.FOREIGN` is misplaced
+
+    in a section that contains the section of the knobs;
+    anywhere, if its section has the right name too, as in `somewhere.staleness.max_lag`;
+    in a section of verl that has no such key (`verl_bridge.spelling`, which reads verl's keys).
+
+In other sections, which code of the user reads, such names may mean something else.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
 from ..redaction import shown
 from .aliases import FOREIGN
 from .fields import sections_of
-from .names import RENAMED, mapping_knobs, unknown
+from .names import mapping_knobs, unknown
 from .paths import OWN, RUNTIME, select, walk
 from .rollout_correction import PARAMETERS, POLICY_LOSS
 from .schema import AsyncPipelineConfig, knob_paths
 
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
 ASYNC_TRAINING = "async_training"
-COMMON = frozenset(
-    {"strategy", "run_dir", "pools", "validation", "depth", "every", "timeout_s", "failure", "default"}
-    | {"environment", "max_turns", "isolation", "agent", "verify"}
-    | {"attempts", "concurrency", "batch", "memory_mb", "cpu_s", "stage", "stale"}
-)
-"""Current and former names of knobs that other software also uses. The search for them is limited to `HIGHER`
-and `LIKELY`; all other names are searched for in the whole config.
-"""
-HIGHER = ("", "trainer.", "trainer.v1.", "trainer.async_pipeline.")
-LIKELY = (
-    "actor_rollout_ref.",
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.rollout.",
-    "algorithm.",
-    "data.",
-    "reward.",
-)
-"""Places where a user may put a knob by mistake."""
-ALSO_VERLS = ("strategy", "agent")
-"""Knobs whose names are also keys of verl's below `LIKELY`: of its actor, and of its rollout."""
-
-
+ON_THE_WAY = ("", "trainer", "trainer.v1")
+"""The sections that contain the section of the knobs."""
+ALSO_VERLS = "reward"
+"""A section of verl there that has the name of a section of knobs."""
+ALIKE = 0.75
+"""Smallest similarity of a misspelled key and the one that is meant, if the section is known."""
+ALIKE_AMONG_VERLS = 0.85
+"""The same among keys of verl, which are unknown here: `dtype` resembles `sde_type`."""
 FILES_OF = {"rllm": "rllm"} | dict.fromkeys(
     (
         "actor_infer",
@@ -56,8 +52,6 @@ FILES_OF = {"rllm": "rllm"} | dict.fromkeys(
     "roll",
 )
 """Keys at the top of other systems' files that no other software has, and their names in `translate`."""
-VERLS_SECTIONS = {"rollout": "actor_rollout_ref.rollout"}
-"""Sections of this package whose names verl uses too, and verl's places of them."""
 
 
 def reject_misplaced(raw: Mapping[str, Any]) -> None:
@@ -69,84 +63,46 @@ def reject_misplaced(raw: Mapping[str, Any]) -> None:
             f"{name} is a key of another system's file, got {shown(name, raw[name])}; translate the file by "
             f"`async-pipeline translate {FILES_OF[name]} FILE`"
         )
-    places = _places()
-    for path, value in walk(raw):
-        leaf = path.rpartition(".")[2]
-        if leaf in places and path not in places[leaf] and not _is_left_to_names(path, leaf):
-            raise ConfigError(
-                f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places[leaf])}"
-            )
-    _reject_common(raw)
+    # Keys first, since their places say more than the ones of their sections.
+    for path, value in sorted(walk(raw), key=lambda entry: -entry[0].count(".")):
+        parent, _, name = path.rpartition(".")
+        on_the_way = parent in ON_THE_WAY and path != ALSO_VERLS
+        end = f".{parent.rpartition('.')[2]}.{name}"
+        if on_the_way or any(place.endswith(end) for place in _places().get(name, ())):
+            reject_in_place(path, value, raw)
     reject_near_misses(raw)
     _check_async_training(raw)
 
 
-def _is_left_to_names(path: str, leaf: str) -> bool:
-    """Return whether `names` reports this path: a former flat name, or one in a section that is unknown."""
-    if not path.startswith(f"{OWN}."):
-        return False
-    parent = path.removeprefix(f"{OWN}.").rpartition(".")[0]
-    return leaf in RENAMED if not parent else parent not in sections_of(AsyncPipelineConfig)
+def reject_in_place(path: str, value: Any, raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a key has one of our names, but is not where that is read."""
+    name = path.rpartition(".")[2]
+    places = _places().get(name, ())
+    if value is None or not places or path in places or path.startswith(f"{OWN}."):
+        return
+    # verl has sections of these names, too.
+    verls = [p for p, v in walk(raw) if isinstance(value, Mapping) and isinstance(v, Mapping) and p != path]
+    more = [p for p in verls if p.rpartition(".")[2] == name and p not in places]
+    raise ConfigError(
+        f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join([*places, *more])}"
+    )
 
 
-def _places() -> dict[str, list[str]]:
-    """Return the permitted places of each name that is searched for in the whole config."""
+@cache
+def _places() -> Mapping[str, tuple[str, ...]]:
+    """Return where keys of each of our names are read."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for key in FOREIGN:
-        if not key.unique:
-            continue
-        found[key.path.rpartition(".")[2]].append(key.path)
+        if key.unique:
+            found[key.path.rpartition(".")[2]].append(key.path)
     found["async_pipeline"] = [*SWITCHES, OWN]
-    for name, paths in _knob_places().items():
-        if name not in COMMON:
-            found[name] += paths
+    for path in (*knob_paths(), *sections_of(AsyncPipelineConfig)):
+        # Deeper ones, such as kinds of bad data, are not misplaced.
+        if path.count(".") < 2:
+            found[path.rpartition(".")[2]].append(f"{OWN}.{path}")
     for name in PARAMETERS:
         found[name].append(f"{POLICY_LOSS}.{name}")
-    return dict(found)
-
-
-def _knob_places() -> dict[str, list[str]]:
-    """Return the places of our knobs by the last part of their path and by their former names."""
-    found = {name: [f"{OWN}.{path}"] for name, path in RENAMED.items()}
-    for path in (*knob_paths(), "faults.bad_data"):
-        name, place = path.rpartition(".")[2], f"{OWN}.{path}"
-        # Kinds of bad data are too deeply nested to be misplaced.
-        if path.count(".") < 2 and place not in found.setdefault(name, []):
-            found[name].append(place)
-    return found
-
-
-_SECTIONS = tuple(path for path in sections_of(AsyncPipelineConfig) if "." not in path)
-
-
-def _reject_common(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a knob with a common name, or a section, is in a likely wrong place."""
-    wrong = [
-        (f"{parent}{name}", places)
-        for name, places in _knob_places().items()
-        if name in COMMON
-        for parent in (*HIGHER, *(() if name in ALSO_VERLS else LIKELY))
-    ]
-    # verl has a section `reward` at the top.
-    wrong += [
-        (f"{parent}{name}", [f"{OWN}.{name}"])
-        for name in _SECTIONS
-        for parent in HIGHER
-        if f"{parent}{name}" != "reward"
-    ]
-    for path, places in wrong:
-        value = select(raw, path)
-        if value is not None:
-            if path in VERLS_SECTIONS and not _has_own_knob(path, value):
-                places = [VERLS_SECTIONS[path]]
-            raise ConfigError(
-                f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places)}"
-            )
-
-
-def _has_own_knob(section: str, value: Any) -> bool:
-    """Return whether a section has a knob of this package."""
-    return isinstance(value, Mapping) and any(f"{section}.{name}" in knob_paths() for name in value)
+    return {name: tuple(places) for name, places in found.items()}
 
 
 def _check_async_training(raw: Mapping[str, Any]) -> None:
@@ -170,29 +126,28 @@ def _check_async_training(raw: Mapping[str, Any]) -> None:
 
 
 def reject_near_misses(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a key that resembles a switch or a short form; verl would ignore it.
-
-    Searches only the levels on which those keys are read.
-    """
-    known = {key.path.rpartition(".")[2] for key in FOREIGN if key.unique} | {"async_pipeline"}
-    for parent in (
-        "",
-        "actor_rollout_ref",
-        "actor_rollout_ref.actor",
-        "trainer",
-        "trainer.v1",
-        "actor_rollout_ref.rollout",
-    ):
+    """Raises ConfigError for a misspelled switch or key of `aliases.FOREIGN`, which verl would ignore."""
+    for parent, known in _read_in().items():
         node = select(raw, parent) if parent else raw
         for name in node if isinstance(node, Mapping) else ():
-            if not isinstance(name, str) or name in known:
+            if not isinstance(name, str) or name in _places():
                 continue
-            close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.85)
-            if close:
-                path = f"{parent}.{name}" if parent else name
+            close = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE_AMONG_VERLS)
+            if close and name not in known:
+                path = f"{parent}.{name}".lstrip(".")
                 raise ConfigError(
                     f"{path} is unknown, got {shown(path, node[name])}; did you mean {close[0]!r}?"
                 )
+
+
+@cache
+def _read_in() -> Mapping[str, list[str]]:
+    """Return the names that this package reads in each section of verl."""
+    found: defaultdict[str, list[str]] = defaultdict(list, {"": [ASYNC_TRAINING]})
+    for path in (*(key.path for key in FOREIGN if key.unique), *SWITCHES, OWN):
+        parent, _, name = path.rpartition(".")
+        found[parent].append(name)
+    return found
 
 
 def unknown_key(path: str, near: str | None = None) -> str:
@@ -205,12 +160,13 @@ def unknown_key(path: str, near: str | None = None) -> str:
     if not path.startswith(f"{OWN}."):
         return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
     knob = path.removeprefix(f"{OWN}.")
-    if knob in mapping_knobs(AsyncPipelineConfig):
+    mappings = mapping_knobs(AsyncPipelineConfig)
+    if knob in mappings:
         return (
             f"{path} gets no further names without a +; write +{path}={{...}} to add them, and {path}=null "
             "before it to remove the names of the configuration"
         )
     known = {*knob_paths(), *sections_of(AsyncPipelineConfig)}
-    if knob in known or knob.startswith(tuple(f"{one}." for one in mapping_knobs(AsyncPipelineConfig))):
+    if knob in known or knob.startswith(tuple(f"{mapping}." for mapping in mappings)):
         return f"{path} is a knob that this config does not have; write +{path}=... to add it"
     return unknown(AsyncPipelineConfig, knob)

@@ -20,7 +20,7 @@ _UNREADABLE = re.compile(
 )
 
 
-def in_words(complaint: str, near: Callable[[str], str | None] = lambda path: None) -> str | None:
+def explain_complaint(complaint: str, near: Callable[[str], str | None] = lambda path: None) -> str | None:
     """Return one line for the first line of a complaint of hydra, or None if it is about something else.
 
     `near` returns the key of verl's of which a path is a misspelling, or None.

@@ -23,7 +23,6 @@ from ..errors import ConfigError
 from .aliases import FOREIGN, SET_BY_OTHERS
 from .fields import LONGEST_S, Knob, knobs_of, sections_of
 from .misplaced import SWITCHES
-from .names import current_path
 from .paths import OWN, hint
 from .schema import AsyncPipelineConfig, knob_paths
 
@@ -115,15 +114,15 @@ def render_docs() -> str:
 
 
 def render_help(section: str | None = None) -> list[str]:
-    """Return the lines of `explain --knobs [SECTION]`, which also accepts the path of one knob.
+    """Return the lines of `explain --knobs [SECTION]`, which also accepts one knob by its path or its name.
 
     Raises ConfigError if there is no such section or knob.
     """
     sections = [path for path in _by_section() if path]
     paths = knob_paths()
-    section = None if section is None else current_path(f"{OWN}.{section.removeprefix(f'{OWN}.')}")
     section = None if section is None else section.removeprefix(f"{OWN}.")
-    if section is not None and section not in (*sections, *paths):
+    names = [path.rpartition(".")[2] for path in paths]
+    if section is not None and section not in (*sections, *paths, *names):
         raise ConfigError(
             f"--knobs: there is no section or knob {section!r}{hint(section, (*sections, *paths))}; "
             f"sections: {', '.join(sections)}"
@@ -132,7 +131,7 @@ def render_help(section: str | None = None) -> list[str]:
     documents = _documents()
     lines = [f"Below {OWN}:"]
     for knob in knobs_of(AsyncPipelineConfig):
-        if section is None or knob.path == section or knob.path.startswith(f"{section}."):
+        if section is None or section in (knob.path, knob.name) or knob.path.startswith(f"{section}."):
             meaning, default = _meaning(knob, documents[knob.path])
             lines += ["", f"{knob.path}  ({_values(knob)}; default: {default})".replace("`", "")]
             lines += textwrap.wrap(

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from .loss_modes import LOSS_OF_VARIANT
-from .paths import hint, select
+from .paths import hint, nested, select
+from .refusals import Refusal, Settings, any_of, must_be_on, must_be_one_of, number_above, other_than, refuse
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
@@ -56,30 +57,138 @@ _PI_OLD = {
 }
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _weight(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
+
+
+def _switch(value: Any) -> bool:
+    return isinstance(value or False, bool)
+
+
+def _clip(name: str, least: float) -> Refusal:
+    rule = f"must be a number > {least:g}"
+    return Refusal(f"{_ACTOR}.{name}", number_above(least), rule, "leave it out for verl's default")
+
+
+PARAMETER_ROWS: tuple[Refusal, ...] = (
+    Refusal(f"{POLICY_LOSS}.tis_lower_bound", _is_number, "must be a number", "the default is 0"),
+    Refusal(f"{POLICY_LOSS}.tis_upper_bound", _is_number, "must be a number", "the default is 1"),
+    Refusal(
+        f"{POLICY_LOSS}.topr_positive_weight", _weight, "must be a number >= 0 and finite", "the default is 1"
+    ),
+    Refusal(
+        f"{POLICY_LOSS}.topr_negative_weight", _weight, "must be a number >= 0 and finite", "the default is 1"
+    ),
+    must_be_one_of(f"{POLICY_LOSS}.topr_split", SPLITS, "advantage is the default"),
+    must_be_one_of(f"{POLICY_LOSS}.topr_ratio_level", RATIO_LEVELS, "token is the default"),
+)
+"""Rows for the parameters that are set."""
+BEFORE_NAMES: tuple[Refusal, ...] = (
+    Refusal(
+        f"{POLICY_LOSS}.loss_mode",
+        other_than("bypass_mode"),
+        "must not be bypass_mode, which omits the rollout correction",
+        f"set {CORRECTION}.bypass_mode=True and name a loss instead",
+    ),
+)
+LOSS_ROWS: tuple[Refusal, ...] = (
+    Refusal(
+        f"{POLICY_LOSS}.dro_beta",
+        lambda value: value is not None and number_above(0)(value),
+        "must be a number > 0 with loss_mode dro (kimi15)",
+        "ROLL uses 0.1",
+        when=lambda at: at[f"{POLICY_LOSS}.loss_mode"] == "dro",
+    ),
+    _clip("clip_ratio", 0),
+    _clip("clip_ratio_low", 0),
+    _clip("clip_ratio_high", 0),
+    _clip("clip_ratio_c", 1),
+    Refusal(
+        f"{_ACTOR}.loss_agg_mode",
+        any_of(None, *AGGREGATIONS),
+        f"must be one of {', '.join(AGGREGATIONS)}",
+        "token-mean is verl's default",
+    ),
+)
+CORRECTION_ROWS: tuple[Refusal, ...] = (
+    Refusal(f"{CORRECTION}.bypass_mode", _switch, "must be True or False", "False is verl's default"),
+    Refusal(
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        _switch,
+        "must be True or False",
+        "False is verl's default",
+    ),
+    Refusal(
+        f"{CORRECTION}.loss_type",
+        any_of(None, "ppo_clip"),
+        "must not be set",
+        "verl's V1 trainer ignores it, set pg_variant instead",
+    ),
+    Refusal(
+        f"{CORRECTION}.rollout_is",
+        any_of(None, *IS_LEVELS),
+        f"must be one of {', '.join(IS_LEVELS)} or null",
+        "token is a usual choice",
+    ),
+)
+
+
+_ROLLOUT_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+_OF_THE_ROLLOUT = "if old log-probs are the rollout's"
+_ONLY_THE_LOSS = "set it to null, since only the loss corrects then"
+
+
+def _bypassed(at: Settings) -> bool:
+    return bool(at[f"{CORRECTION}.bypass_mode"])
+
+
+LEFT_OUT: tuple[Refusal, ...] = (
+    must_be_on(_ROLLOUT_LOG_PROBS, "set it", _OF_THE_ROLLOUT, _bypassed),
+    must_be_on(
+        _ROLLOUT_LOG_PROBS,
+        "set it",
+        f"with {CORRECTION}.rollout_is",
+        lambda at: at[f"{CORRECTION}.rollout_is"] is not None,
+    ),
+    must_be_on(
+        _ROLLOUT_LOG_PROBS,
+        "set it",
+        f"with {CORRECTION}.rollout_rs",
+        lambda at: at[f"{CORRECTION}.rollout_rs"] is not None,
+    ),
+    Refusal(
+        f"{CORRECTION}.rollout_is",
+        any_of(None),
+        f"must be null {_OF_THE_ROLLOUT} (bypass_mode, old_logp=rollout)",
+        _ONLY_THE_LOSS,
+        _bypassed,
+    ),
+    Refusal(
+        f"{CORRECTION}.rollout_rs",
+        any_of(None),
+        f"must be null {_OF_THE_ROLLOUT} (bypass_mode, old_logp=rollout)",
+        _ONLY_THE_LOSS,
+        _bypassed,
+    ),
+)
+"""Corrections that verl would silently leave out."""
+
+
 def check_loss_parameters(section: Mapping[str, Any]) -> None:
     """Check the parameters of `tis` and `topr` that are set. Raises ConfigError for a wrong type or range."""
-    bounds = [
-        _number(section, name, default)
-        for name, default in (("tis_lower_bound", 0.0), ("tis_upper_bound", 1.0))
-    ]
+    at = Settings(nested({POLICY_LOSS: section}))
+    present = [row for row in PARAMETER_ROWS if row.path.rpartition(".")[2] in section]
+    refuse(present, at)
+    bounds = [section.get("tis_lower_bound", 0.0), section.get("tis_upper_bound", 1.0)]
     if not 0 <= bounds[0] <= bounds[1] < math.inf:
         raise ConfigError(
             f"{POLICY_LOSS}.tis_lower_bound and tis_upper_bound must be 0 <= lower <= upper, finite, "
             f"got {bounds[0]} and {bounds[1]}; the defaults are 0 and 1"
         )
-
-    for name in ("topr_positive_weight", "topr_negative_weight"):
-        value = _number(section, name, 1.0)
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{POLICY_LOSS}.{name} must be >= 0 and finite, got {value}; the default is 1")
-
-    for name, choices in (("topr_split", SPLITS), ("topr_ratio_level", RATIO_LEVELS)):
-        value = section.get(name, choices[0])
-        if value not in choices:
-            raise ConfigError(
-                f"{POLICY_LOSS}.{name} must be one of {', '.join(choices)}, got {value!r}; {choices[0]} is "
-                "the default"
-            )
 
 
 def check_estimator(config: Mapping[str, Any], known: Collection[str]) -> None:
@@ -100,83 +209,28 @@ def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None
     section = select(config, POLICY_LOSS) or {}
     check_loss_parameters(section)
     mode = section.get("loss_mode")
-    if mode == "bypass_mode":
-        raise ConfigError(
-            f"{POLICY_LOSS}.loss_mode must not be bypass_mode, which omits the rollout correction, "
-            f"got {mode!r}; set {CORRECTION}.bypass_mode=True and name a loss instead"
-        )
+    refuse(BEFORE_NAMES, Settings(config))
     if known is not None and mode not in known:
         raise ConfigError(
             f"{POLICY_LOSS}.loss_mode must be one of {', '.join(sorted(known))}, got "
             f"{mode!r}{hint(str(mode), known)}; correct it"
         )
 
-    beta = section.get("dro_beta")
-    if mode == "dro" and (
-        isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < math.inf
-    ):
-        raise ConfigError(
-            f"{POLICY_LOSS}.dro_beta must be a number > 0 with loss_mode dro (kimi15), got {beta!r}; ROLL "
-            "uses 0.1"
-        )
-
-    for name, least in (
-        ("clip_ratio", 0),
-        ("clip_ratio_low", 0),
-        ("clip_ratio_high", 0),
-        ("clip_ratio_c", 1),
-    ):
-        value = select(config, f"{_ACTOR}.{name}")
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf
-        ):
-            raise ConfigError(
-                f"{_ACTOR}.{name} must be a number > {least}, got {value!r}; leave it out for verl's default"
-            )
-
-    aggregation = select(config, f"{_ACTOR}.loss_agg_mode")
-    if aggregation is not None and aggregation not in AGGREGATIONS:
-        raise ConfigError(
-            f"{_ACTOR}.loss_agg_mode must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}; "
-            "token-mean is verl's default"
-        )
-    _check_correction(select(config, CORRECTION) or {})
+    refuse(LOSS_ROWS, Settings(config))
+    _require_known_keys(select(config, CORRECTION) or {})
+    refuse(CORRECTION_ROWS, Settings(config))
 
 
-def _check_correction(section: Mapping[str, Any]) -> None:
+def _require_known_keys(section: Mapping[str, Any]) -> None:
     for name, value in section.items():
         if name not in CORRECTION_KEYS and name != "_target_":
             raise ConfigError(
                 f"{CORRECTION}.{name} is unknown, got {value!r}{hint(str(name), CORRECTION_KEYS)}; verl's "
                 f"keys are {', '.join(CORRECTION_KEYS)}"
             )
-    for name in ("bypass_mode", "rollout_is_batch_normalize"):
-        if not isinstance(section.get(name) or False, bool):
-            raise ConfigError(
-                f"{CORRECTION}.{name} must be True or False, got {section[name]!r}; False is verl's default"
-            )
-
-    if section.get("loss_type") not in (None, "ppo_clip"):
-        raise ConfigError(
-            f"{CORRECTION}.loss_type must not be set, got {section['loss_type']!r}; verl's V1 trainer "
-            "ignores it, set pg_variant instead"
-        )
-    level = section.get("rollout_is")
-    if level is not None and level not in IS_LEVELS:
-        raise ConfigError(
-            f"{CORRECTION}.rollout_is must be one of {', '.join(IS_LEVELS)} or null, got {level!r}; token "
-            "is a usual choice"
-        )
 
 
-def _number(section: Mapping[str, Any], name: str, default: float) -> float:
-    value = section.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{POLICY_LOSS}.{name} must be a number, got {value!r}; the default is {default:g}")
-    return value
-
-
-def loss_in_words(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
+def describe_loss(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
     """Describe the loss. `mini_batches` counts the optimizer updates of one epoch over a step."""
     mode = str(select(config, f"{POLICY_LOSS}.loss_mode"))
     called = next((variant for variant, name in LOSS_OF_VARIANT.items() if name == mode), None)
@@ -188,7 +242,7 @@ def loss_in_words(config: Mapping[str, Any], old_logp: str, mini_batches: int) -
     return f"{name}: ratio of the current policy to {_PI_OLD[old_logp]}{always}"
 
 
-def correction_in_words(config: Mapping[str, Any], old_logp: str, max_lag: int) -> str:
+def describe_correction(config: Mapping[str, Any], old_logp: str, max_lag: int) -> str:
     """Describe how gradients of older responses are corrected; starts with `none` if they are not."""
     section = select(config, CORRECTION) or {}
     if old_logp == "rollout":

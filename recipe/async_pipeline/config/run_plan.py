@@ -7,7 +7,7 @@ Pure arithmetic on a resolved verl config; `async-pipeline explain` prints it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from ..core.message_queue import share_of
 from ..core.schedule import Schedule
 from ..strategies import STRATEGIES
 from .adapters import MODEL, adapter_rank, count_adapter_parameters, publishes_adapters
-from .episode_plan import episodes_in_words
+from .episode_plan import describe_episodes
 from .model_files import count_parameters
 from .open_requests import OpenRequests
 from .paths import OWN, select
 from .placement import Placement
-from .rollout_correction import correction_in_words, loss_in_words
+from .rollout_correction import describe_correction, describe_loss
 from .schema import AsyncPipelineConfig
-from .training_engine import data_parallel, training_in_words
+from .training_engine import data_parallel, describe_training
 from .user_classes import base_names, class_constant, find_class
 
 ARENAS = 2
@@ -44,46 +44,23 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Figures of a run before it starts."""
+    """A run before it starts: a resolved verl config with its knobs, and figures that follow from them."""
 
-    strategy: str
-    max_lag: int
+    config: Mapping[str, Any]
+    knobs: AsyncPipelineConfig
+    placement: Placement
+    old_logp: str
+
     oldest_groups: int
     """Groups of a step that may have the full lag."""
-    order: str
-    straggler: str
-    weight_sync_every: int
-    in_flight_policy: str
     load_staging: str
-    delta: bool
-    """Other hosts get differences between versions where that is less."""
-    engine: str
-    """verl's name of the rollout engine."""
-    training: str
-    """The training engine, and how it divides a model."""
-    adapter_rank: int
-    """Rank of the LoRA adapters; 0 if all weights are trained."""
-    adapters_alone: bool
-    """Whether adapters are published without their base."""
-    custom_stages: tuple[str, ...]
-    """Custom stages, as `module:Class@after->before`."""
-    validation: str
-    """How validation runs, or `never`."""
-    placement: Placement
     reward_model_devices: int
     """Devices of the reward model, in addition to the pools."""
-    old_logp: str
-    loss: str
-    correction: str
-    """How the age of responses is corrected; starts with `none` if it is not."""
-    episodes: tuple[str, ...]
-    """Facts about episodes in environments, of agents or with tools, as sentences; empty without them."""
+    train_devices: int
     replicas: int
     tensor_parallel: int
     groups_per_step: int
     answers_per_group: int
-    redundancy: int
-    """Further responses that are begun for each group, of which the slowest are ended."""
     mini_batches_per_step: int
     answers_per_mini_batch_and_rank: float
     padding_per_step: int
@@ -104,6 +81,21 @@ class Plan:
     spare_bytes: int | None
     """Memory of the standby copy on each device of a replica, in addition to the weights."""
 
+    @property
+    def episodes(self) -> list[str]:
+        """Facts about episodes in environments, of agents or with tools; empty without them."""
+        return list(describe_episodes(self.knobs.agentic, self.config, self.knobs.weight_sync.reuse_prefixes))
+
+    @property
+    def loss(self) -> str:
+        return describe_loss(self.config, self.old_logp, self.mini_batches_per_step)
+
+    @property
+    def correction(self) -> str:
+        """How the age of responses is corrected; starts with `none` if it is not."""
+        oldest = self.knobs.staleness.max_lag - (self.oldest_groups == 0)
+        return describe_correction(self.config, self.old_logp, oldest)
+
 
 def plan_of(
     config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, old_logp: str
@@ -120,9 +112,9 @@ def plan_of(
     depth = knobs.staleness.batches_ahead
     oldest = share_of(knobs.staleness.oldest_share, batch)
 
-    engine, alone = str(select(config, f"{_ROLLOUT}.name")), publishes_adapters(config)
     # Engines of text take adapters at once; only `DiffusersEngine` prepares them.
-    staging = "host" if alone and engine != "diffusers" else knobs.weight_sync.load_staging
+    at_once = publishes_adapters(config) and select(config, f"{_ROLLOUT}.name") != "diffusers"
+    staging = "host" if at_once else knobs.weight_sync.load_staging
     parameters = count_parameters(_model(config))
     published = _published(config, parameters)
     nbytes = (
@@ -130,32 +122,18 @@ def plan_of(
     )
 
     return Plan(
-        strategy=knobs.strategy,
-        max_lag=knobs.staleness.max_lag,
-        oldest_groups=oldest,
-        order=_order(knobs.strategy),
-        straggler=knobs.staleness.straggler,
-        weight_sync_every=knobs.weight_sync.every,
-        in_flight_policy=knobs.weight_sync.in_flight_policy,
-        load_staging=staging,
-        delta=knobs.weight_sync.delta,
-        engine=engine,
-        training=training_in_words(config, train),
-        adapter_rank=adapter_rank(config),
-        adapters_alone=alone,
-        custom_stages=tuple(knobs.custom_stages),
-        validation=_validation(config, knobs),
+        config=config,
+        knobs=knobs,
         placement=placement,
-        reward_model_devices=_reward_model_devices(config),
         old_logp=old_logp,
-        loss=loss_in_words(config, old_logp, -(-batch // mini)),
-        correction=correction_in_words(config, old_logp, knobs.staleness.max_lag - (oldest == 0)),
-        episodes=tuple(episodes_in_words(knobs.agentic, config, knobs.weight_sync.reuse_prefixes)),
+        oldest_groups=oldest,
+        load_staging=staging,
+        reward_model_devices=_reward_model_devices(config),
+        train_devices=train,
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,
         answers_per_group=n,
-        redundancy=knobs.agentic.redundancy,
         mini_batches_per_step=-(-batch // mini),
         answers_per_mini_batch_and_rank=mini * n / data_parallel(config, train),
         padding_per_step=-batch % mini * n,
@@ -229,44 +207,68 @@ def _order(strategy: str) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the figures of `explain --json`."""
-    return asdict(plan) | {"placement": plan.placement.as_list()}
+    config, knobs = plan.config, plan.knobs
+    sources = ("config", "knobs", "placement", "train_devices")
+    figures = {item.name: getattr(plan, item.name) for item in fields(plan) if item.name not in sources}
+    return figures | {
+        "strategy": knobs.strategy,
+        "max_lag": knobs.staleness.max_lag,
+        "order": _order(knobs.strategy),
+        "straggler": knobs.staleness.straggler,
+        "weight_sync_every": knobs.weight_sync.every,
+        "in_flight_policy": knobs.weight_sync.in_flight_policy,
+        "delta": knobs.weight_sync.delta,
+        "engine": select(config, f"{_ROLLOUT}.name"),
+        "training": describe_training(config, plan.train_devices),
+        "adapter_rank": adapter_rank(config),
+        "adapters_alone": publishes_adapters(config),
+        "custom_stages": list(knobs.custom_stages),
+        "validation": _validation(config, knobs),
+        "placement": plan.placement.as_list(),
+        "loss": plan.loss,
+        "correction": plan.correction,
+        "episodes": plan.episodes,
+        "redundancy": knobs.agentic.redundancy,
+    }
 
 
-def in_words(plan: Plan) -> list[str]:
+def describe_plan(plan: Plan) -> list[str]:
     """Return the plan as lines of text."""
+    config, knobs, engine = plan.config, plan.knobs, str(select(plan.config, f"{_ROLLOUT}.name"))
+    staleness, sync, lag = knobs.staleness, knobs.weight_sync, knobs.staleness.max_lag
     lines = [
-        f"strategy        {plan.strategy}: each step trains groups {plan.order}",
-        f"lag             at most {plan.max_lag}: step s starts from version s-1 and trains responses of "
-        f"version s-{plan.max_lag + 1}{' or newer' if plan.max_lag else ''}",
+        f"strategy        {knobs.strategy}: each step trains groups {_order(knobs.strategy)}",
+        f"lag             at most {lag}: step s starts from version s-1 and trains responses of "
+        f"version s-{lag + 1}{' or newer' if lag else ''}",
     ]
-    if plan.oldest_groups == 0 < plan.max_lag:
+    if plan.oldest_groups == 0 < lag:
         lines.append(
-            f"                but none of a step's {plan.groups_per_step} groups has lag {plan.max_lag}, "
+            f"                but none of a step's {plan.groups_per_step} groups has lag {lag}, "
             "because oldest_share is less than one group"
         )
     elif plan.oldest_groups < plan.groups_per_step:
         lines.append(
             f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups "
-            f"have lag {plan.max_lag}"
+            f"have lag {lag}"
         )
-    if plan.straggler != "wait" and plan.max_lag > 0:
+    if staleness.straggler != "wait" and lag > 0:
         what = {
             "drop": "given up",
             "regenerate": "generated again with newer weights",
             "mask": "trained later without its tokens that are too old by then",
-        }[plan.straggler]
+        }[staleness.straggler]
         lines.append(f"                an unfinished group that holds up a step is {what}")
 
-    every = "every step" if plan.weight_sync_every == 1 else f"every {plan.weight_sync_every} steps"
-    if plan.custom_stages:
-        lines.append(f"custom stages   {', '.join(plan.custom_stages)}")
+    every = "every step" if sync.every == 1 else f"every {sync.every} steps"
+    if knobs.custom_stages:
+        lines.append(f"custom stages   {', '.join(knobs.custom_stages)}")
     lines += [
-        f"training        {plan.training}",
-        f"engine          {_ENGINES.get(plan.engine, plan.engine)}, {_parallel(plan)}",
+        f"training        {describe_training(config, plan.train_devices)}",
+        f"engine          {_ENGINES.get(engine, engine)}, {_parallel(plan)}",
         *_adapters(plan),
-        f"weights         updated {every}; requests in flight during an update: {plan.in_flight_policy}",
-        f"                staged {_STAGED[plan.load_staging]}{_DELTA if plan.delta else ''}",
-        f"validation      {plan.validation}",
+        f"weights         updated {every}; requests in flight during an update: {sync.in_flight_policy}",
+        f"                staged {_STAGED[plan.load_staging]}{_DELTA if sync.delta else ''}",
+        f"validation      {_validation(config, knobs)}",
         f"old log-probs   {_OLD_LOGP[plan.old_logp]}",
         f"loss            {plan.loss}",
         f"correction      {plan.correction}",
@@ -280,7 +282,7 @@ def in_words(plan: Plan) -> list[str]:
         *_redundancy(plan),
         *(f"{'' if i else 'episodes':16}{text}" for i, text in enumerate(plan.episodes)),
         f"host memory     {_size(plan.arena_bytes, _unknown(plan))} for two copies of the "
-        f"{'adapters' if plan.adapters_alone else 'weights'} on the trainer's node",
+        f"{'adapters' if publishes_adapters(config) else 'weights'} on the trainer's node",
     ]
     if plan.spare_bytes is None or plan.spare_bytes > 0:
         lines.append(f"device memory   {_size(plan.spare_bytes)} on each rollout device for a standby copy")
@@ -310,14 +312,15 @@ def _parallel(plan: Plan) -> str:
 
 
 def _adapters(plan: Plan) -> Iterator[str]:
-    if not plan.adapter_rank:
+    rank = adapter_rank(plan.config)
+    if not rank:
         return
     published = (
         "published alone; the engine reads their base from the model's files"
-        if plan.adapters_alone
+        if publishes_adapters(plan.config)
         else "merged, and whole weights are published"
     )
-    yield f"adapters        LoRA of rank {plan.adapter_rank}, {published}"
+    yield f"adapters        LoRA of rank {rank}, {published}"
 
 
 def _devices(plan: Plan) -> Iterator[str]:
@@ -336,10 +339,9 @@ def _devices(plan: Plan) -> Iterator[str]:
 
 
 def _redundancy(plan: Plan) -> Iterator[str]:
-    if plan.redundancy:
-        total = plan.answers_per_group + plan.redundancy
+    if more := plan.knobs.agentic.redundancy:
         yield (
-            f"redundancy      {total} responses are begun for each group; the first "
+            f"redundancy      {plan.answers_per_group + more} responses are begun for each group; the first "
             f"{plan.answers_per_group} to finish are trained, which favours short ones"
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..core.bad_data import Policies, is_finite
 from ..core.untrained_groups import Straggler
@@ -60,11 +60,6 @@ class StalenessConfig:
     Regenerate and drop favour short responses; async_pipeline/bias/* measures by how much."""
 
     def __post_init__(self) -> None:
-        if str(self.straggler) == "resume":
-            raise ConfigError(
-                f"{self.PATH}.straggler must be one of {', '.join(get_args(Straggler))}, got 'resume'; write "
-                "regenerate, its current name"
-            )
         check_fields(self, self.PATH)
         if self.depth is not None and not 0 <= self.depth <= self.max_lag:
             raise ConfigError(

@@ -21,7 +21,7 @@ EXPERTS = {"expert": "expert_model_parallel_size", "expert-tensor": "expert_tens
 """Kinds that divide experts over ranks which are data-parallel otherwise."""
 
 
-def training_in_words(config: Mapping[str, Any], devices: int) -> str:
+def describe_training(config: Mapping[str, Any], devices: int) -> str:
     """Return the engine that trains on this many devices, and its parallel sizes."""
     strategy = str(select(config, f"{ACTOR}.strategy"))
     if strategy == "megatron":

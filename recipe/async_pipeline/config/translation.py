@@ -124,7 +124,10 @@ def _proposed(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Draft, li
     for key in FOREIGN:
         value = select(raw, key.path)
         if value is not None:
-            notes.append(f"{key.path}={value} -> {key.apply(value, draft)}")
+            outcome = key.apply(value, raw)
+            for name, wanted in outcome.overrides.items():
+                draft.propose(name, wanted, key.path)
+            notes.append(f"{key.path}={value} -> {outcome.describe()}")
     notes += [*quota(draft, own.get(EVERY)), *groups_of_roles(draft)]
     return draft, notes
 

@@ -27,17 +27,18 @@ from verl.utils.config import validate_config
 
 from ..checkpoint.resume import check_keys
 from ..config.agent_program import program_values
-from ..config.aliases import BYPASS, FOREIGN
+from ..config.aliases import BYPASS, FLOW_GRPO, FOREIGN
 from ..config.batch_sizes import check_batch_sizes
 from ..config.environment_arguments import check_environment
-from ..config.image_aliases import FLOW_GRPO
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import MODE, OWN, PATCH_FREE, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
-from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_estimator, check_loss
+from ..config.refusals import Settings, refuse
+from ..config.rollout_correction import CORRECTION, LEFT_OUT, POLICY_LOSS, check_estimator, check_loss
 from ..config.schema import AsyncPipelineConfig
 from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ..config.user_classes import find_class, schedule_at
+from ..config.verl_options import REWARDS
 from ..core.graph import GRAPH, OPTIONAL, graph_of
 from ..errors import ConfigError
 from ..patching.patched_tree import require_known, require_patched
@@ -62,13 +63,6 @@ class Checked(NamedTuple):
     placement: Placement
     old_logp: str
     """The policy of old log-probs; see `placement.proximal_policy`."""
-
-
-OF_WHOLE_RESPONSES = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
-    "reinforce_plus_plus_baseline",
-)
-"""verl's estimators of advantages that add up the rewards of the tokens of a response."""
 
 
 @dataclass
@@ -147,22 +141,9 @@ def _choose_old_logp(review: Review) -> None:
     review.old_logp = proximal_policy(review.knobs, review.placement, bypass=review.bypass)
 
 
-def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
+def _require_corrections_that_work(config: DictConfig) -> None:
     """Raises ConfigError if verl would silently leave out the chosen rollout correction."""
-    asked = {
-        name: value
-        for name in ("rollout_is", "rollout_rs")
-        if (value := OmegaConf.select(config, f"{CORRECTION}.{name}")) is not None
-    }
-    if (bypass or asked) and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        why = "if old log-probs are the rollout's" if bypass else f"with {CORRECTION}.{next(iter(asked))}"
-        raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True {why}, got False; set it")
-    for name, value in asked.items() if bypass else ():
-        raise ConfigError(
-            f"{CORRECTION}.{name} must be null if old log-probs are the rollout's (bypass_mode, "
-            f"old_logp=rollout), got {value!r}; set it to null, since only the loss corrects then"
-        )
-
+    refuse(LEFT_OUT, Settings(config))
     check_estimator(config, {*ADV_ESTIMATOR_REGISTRY, FLOW_GRPO})
     # Losses that an external library registers in the workers are unknown here.
     check_loss(
@@ -273,19 +254,8 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
 
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the reward function is missing, or limits are set for a built-in one of verl."""
-    if not knobs.reward.while_generating:
-        if OmegaConf.select(config, "algorithm.filter_groups.enable"):
-            raise ConfigError(
-                f"{OWN}.reward.while_generating must be True with algorithm.filter_groups, got False; "
-                "set it, since groups are filtered by their rewards as they finish"
-            )
-        if knobs.reward.failure == "drop":
-            raise ConfigError(
-                f"{OWN}.reward.failure must not be drop with reward.while_generating=False, got 'drop'; "
-                "use fail or score"
-            )
-
+    """Raises ConfigError if the reward function is missing, or does not fit the knobs."""
+    refuse(REWARDS, Settings(config, knobs))
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if knobs.reward.timeout_s is None:
         # The workers load it, each within its own limits; here it only has to exist.
@@ -296,40 +266,7 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
             )
         return
 
-    if not path:
-        raise ConfigError(
-            f"{OWN}.reward.timeout_s requires a custom reward function, got {path!r}; set "
-            "reward.custom_reward_function.path"
-        )
     FunctionLocation(str(path), str(config.reward.custom_reward_function.name), {}).load()
-
-
-def _require_environment(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the environment of the episodes cannot be found, or its rewards would be lost."""
-    estimator = str(config.algorithm.adv_estimator)
-    if knobs.agentic.turn_rewards and estimator in OF_WHOLE_RESPONSES:
-        raise ConfigError(
-            f"{OWN}.agentic.turn_rewards requires an algorithm.adv_estimator that reads rewards by token, "
-            f"got {estimator}, which adds up the rewards of a response; use gae or reinforce_plus_plus"
-        )
-    if knobs.agentic.environment is None:
-        return
-    if not knobs.reward.while_generating:
-        raise ConfigError(
-            f"{OWN}.agentic.environment requires {OWN}.reward.while_generating=True, because the rewards "
-            "come from the environment, got False; set it"
-        )
-    check_environment(knobs.agentic)
-
-
-def _require_agent(knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the agent of the episodes cannot be run, or its rewards would be lost."""
-    program_values(knobs.agentic)
-    if knobs.agentic.agent is not None and not knobs.reward.while_generating:
-        raise ConfigError(
-            f"{OWN}.agentic.agent requires {OWN}.reward.while_generating=True, because the agent may give "
-            "the rewards, got False; set it"
-        )
 
 
 def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -366,7 +303,7 @@ def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
         _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
 
 
-CHECKS: tuple[Callable[[Review], None], ...] = (
+CHECKS: tuple[Callable[[Review], object], ...] = (
     lambda review: require_loaded(),
     _require_patches,
     _resolve,
@@ -374,14 +311,14 @@ CHECKS: tuple[Callable[[Review], None], ...] = (
     _translate,
     lambda review: _require_importable(review.knobs),
     lambda review: _require_reward_function(review.config, review.knobs),
-    lambda review: _require_environment(review.config, review.knobs),
-    lambda review: _require_agent(review.knobs),
+    lambda review: check_environment(review.knobs.agentic),
+    lambda review: program_values(review.knobs.agentic),
     _apply_translation,
     lambda review: check_spelling(review.config),
     lambda review: check_verl_config(review.config),
     lambda review: check_images(review.config, review.knobs, critic=has_critic(review.config)),
     lambda review: _require_stages_that_fit(review.config, review.knobs),
-    lambda review: _require_corrections_that_work(review.config, bypass=review.bypass),
+    lambda review: _require_corrections_that_work(review.config),
     _check_resume,
     _place,
     _choose_old_logp,

@@ -12,21 +12,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
-from ..config.adapters import adapter_rank, publishes_adapters
+from ..config.adapters import adapter_rank
 from ..config.divisibility import check_replicas, divisor_below
-from ..config.paths import MODE, OWN, PATCH_FREE
+from ..config.paths import OWN
 from ..config.placement import Placement, Pool
+from ..config.refusals import Settings, refuse
 from ..config.schema import AsyncPipelineConfig
+from ..config.verl_options import ADAPTERS, REWARD_MODEL, RULES, WITH_CRITIC, WITHOUT_CRITIC
 from ..errors import ConfigError
 from .megatron_rules import check_megatron
-from .model_rules import MODEL, ROLLOUT, check_model
+from .model_rules import ROLLOUT, check_model
 from .ray_cluster import address_to_join
 
-MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
-_ENGINE = f"{ROLLOUT}.checkpoint_engine"
-STRATEGIES = ("fsdp", "fsdp2", "megatron")
-DTYPES = ("bfloat16", "float16", "float32")
-"""The training engines whose weights can be published."""
 _ABSENT = object()
 
 
@@ -63,13 +60,10 @@ def _sections_of_verl() -> tuple[str, ...]:
 
 def check_verl_config(config: DictConfig) -> None:
     """Raises ConfigError for an option of verl that the pipeline does not support."""
-    for rule in RULES:
-        path, allowed, why, remedy = rule
-        value = OmegaConf.select(config, path)
-        if not allowed(value):
-            raise ConfigError(f"{path} {why}, got {value!r}; {remedy}")
+    at = Settings(config)
+    refuse(RULES, at)
     check_megatron(config, critic=has_critic(config))
-    _check_adapters(config)
+    refuse(ADAPTERS, at)
     check_model(config)
 
 
@@ -92,19 +86,7 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
     _check_nodes_of_a_replica(config, generate, tp)
     _check_fleet(generate.devices // tp, knobs.fleet.max_replicas)
 
-    critic = placement.pool_of("critic")
-    if critic is not None:
-        strategy = config.critic.strategy
-        if strategy not in STRATEGIES:
-            raise ConfigError(
-                f"critic.strategy must be one of {', '.join(STRATEGIES)}, got {strategy}; other training "
-                "engines are not supported yet"
-            )
-    elif config.trainer.critic_warmup:
-        raise ConfigError(
-            f"trainer.critic_warmup must be 0 without a critic, got {config.trainer.critic_warmup}; set "
-            "algorithm.adv_estimator=gae to use one"
-        )
+    refuse(WITHOUT_CRITIC if placement.pool_of("critic") is None else WITH_CRITIC, Settings(config))
 
     if there is not None and needed > there:
         pools = {pool.name: pool.devices for pool in placement.pools}
@@ -148,22 +130,7 @@ def reward_model_devices(config: DictConfig) -> int:
     if not model.enable:
         return 0
 
-    if not model.enable_resource_pool:
-        raise ConfigError(
-            f"{path}.enable_resource_pool must be True, got {model.enable_resource_pool}; set it with "
-            f"{path}.nnodes and {path}.n_gpus_per_node, since the model scores while the trainer trains"
-        )
-    for name in ("nnodes", "n_gpus_per_node"):
-        if not _positive(model[name]):
-            raise ConfigError(
-                f"{path}.{name} must be >= 1, got {model[name]!r}; set the devices of the reward model"
-            )
-    if model.rollout.free_cache_engine:
-        raise ConfigError(
-            f"{path}.rollout.free_cache_engine must be False, got True; set it, since the model does not "
-            "share its devices"
-        )
-
+    refuse(REWARD_MODEL, Settings(config))
     devices, tp = int(model.nnodes * model.n_gpus_per_node), model.rollout.tensor_model_parallel_size
     if tp < 1 or devices % tp:
         raise ConfigError(
@@ -200,187 +167,3 @@ def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineC
             f"{every}; on the training devices the reference is the trainer's model without its adapters: "
             "leave it out, or give ref_logp a pool"
         )
-
-
-def _check_adapters(config: DictConfig) -> None:
-    """Raises ConfigError if the pipeline cannot publish the LoRA adapter."""
-    model, rank = config.actor_rollout_ref.model, adapter_rank(config)
-    trained = model.get("lora_rank") or 0
-    if rank != trained:
-        raise ConfigError(
-            f"{MODEL}.lora.rank must be 0 or {MODEL}.lora_rank={trained} with fsdp and fsdp2, which read "
-            f"only the latter, got {rank}; set {MODEL}.lora_rank"
-        )
-    if not trained and model.get("lora_adapter_path") is not None:
-        raise ConfigError(
-            f"{MODEL}.lora_adapter_path requires {MODEL}.lora_rank >= 1, got 0, with which all weights are "
-            "trained; set it to the rank of the adapter"
-        )
-    if not publishes_adapters(config):
-        return
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy == "fsdp":
-        raise ConfigError(
-            "actor_rollout_ref.actor.strategy must be fsdp2 for LoRA adapters that are not merged, got "
-            f"{strategy}; set it, or {MODEL}.lora.merge=True"
-        )
-    load_format = OmegaConf.select(config, f"{ROLLOUT}.load_format")
-    if load_format in (None, "dummy"):
-        raise ConfigError(
-            f"{ROLLOUT}.load_format must not be dummy for LoRA adapters, whose base is not published, got "
-            f"{load_format!r}; set it to auto, or actor_rollout_ref.model.lora.merge=True"
-        )
-
-
-def _positive(value: Any) -> bool:
-    return _whole(value) and value > 0
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _whole_or_none(value: Any) -> bool:
-    return value is None or (_whole(value) and value >= 0)
-
-
-RULES = (
-    (
-        MODE,
-        lambda v: v in ("sync", PATCH_FREE),
-        "must not be changed",
-        "set async_strategy instead",
-    ),
-    (f"{_ENGINE}.backend", lambda v: v in ("naive", "dual_buffer"), "must be dual_buffer", "leave it out"),
-    (
-        f"{_ENGINE}.update_weights_bucket_megabytes",
-        lambda v: v == 2048,
-        "must not be changed",
-        f"set {OWN}.weight_sync.gather_bucket_size_mb instead",
-    ),
-    (
-        f"{ROLLOUT}.agent.agent_loop_manager_class",
-        lambda v: v in (None, MANAGER),
-        "must not be changed",
-        "leave it out: the pipeline needs run_group, which returns each group when it is complete, or "
-        "recalls it, and transcripts, from which checkpoints get unfinished requests and versions of tokens; "
-        "verl's and uni-agent's managers have neither; run the agent as "
-        "trainer.v1.async_pipeline.agentic.agent",
-    ),
-    (f"{ROLLOUT}.n", _positive, "must be >= 1", "it is the responses to each prompt"),
-    ("data.train_batch_size", _positive, "must be >= 1", "it is the prompts of one step"),
-    (
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-        _positive,
-        "must be >= 1",
-        "it is the prompts of one optimizer update",
-    ),
-    (
-        f"{ROLLOUT}.max_num_seqs",
-        _positive,
-        "must be >= 1",
-        "it is the responses that a replica generates concurrently",
-    ),
-    (
-        f"{ROLLOUT}.tensor_model_parallel_size",
-        _whole,
-        "must be a whole number",
-        "it is the devices of one replica",
-    ),
-    ("critic.ppo_mini_batch_size", _positive, "must be >= 1", "it is the prompts of one critic update"),
-    ("trainer.critic_warmup", _whole_or_none, "must be >= 0", "it is the steps that train only the critic"),
-    ("actor_rollout_ref.model.lora_rank", _whole_or_none, "must be >= 0", "0 trains all weights"),
-    ("actor_rollout_ref.model.lora.rank", _whole_or_none, "must be >= 0", "0 trains all weights"),
-    ("ray_kwargs.ray_init.num_gpus", _whole_or_none, "must be >= 0", "it is the devices that Ray may use"),
-    ("reward.num_workers", _positive, "must be >= 1", "leave it out for verl's default"),
-    (
-        "trainer.total_training_steps",
-        lambda v: v is None or _positive(v),
-        "must be >= 1",
-        "leave it out to train by epochs",
-    ),
-    ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
-    (
-        f"{ROLLOUT}.name",
-        lambda v: v in ("vllm", "sglang", "diffusers"),
-        "must be vllm, sglang, or diffusers for images",
-        "other engines are not supported yet",
-    ),
-    (f"{ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),
-    (f"{ROLLOUT}.data_parallel_size", lambda v: v == 1, "must be 1", "use more replicas instead"),
-    (
-        f"{ROLLOUT}.pipeline_model_parallel_size",
-        lambda v: v == 1,
-        "must be 1",
-        "use tensor parallelism or more replicas instead",
-    ),
-    (
-        f"{ROLLOUT}.quantization",
-        lambda v: v in (None, "fp8"),
-        "must be null or fp8",
-        "weights cannot be converted to other formats yet",
-    ),
-    (
-        "actor_rollout_ref.actor.qat.enable",
-        lambda v: not v,
-        "must be False",
-        "quantization-aware training is not supported yet",
-    ),
-    (
-        "actor_rollout_ref.actor.fsdp_config.qat.enable",
-        lambda v: not v,
-        "must be False",
-        "quantization-aware training is not supported yet",
-    ),
-    (
-        f"{ROLLOUT}.qat.enable",
-        lambda v: not v,
-        "must be False",
-        "quantization-aware training is not supported yet",
-    ),
-    (
-        f"{MODEL}.mtp.enable",
-        lambda v: not v,
-        "must be False",
-        "the drafter of multi-token prediction would not be updated",
-    ),
-    (
-        f"{ROLLOUT}.mtp.enable",
-        lambda v: not v,
-        "must be False",
-        "the drafter of multi-token prediction would not be updated",
-    ),
-    (
-        f"{ROLLOUT}.enable_rollout_routing_replay",
-        lambda v: not v,
-        "must be False",
-        "the routing of a response is not recorded for each of its tokens and versions yet",
-    ),
-    (
-        f"{ROLLOUT}.moe_load_balance_metrics_interval",
-        lambda v: not v,
-        "must be 0",
-        "the routing of responses is not recorded yet",
-    ),
-    (
-        f"{ROLLOUT}.dtype",
-        lambda v: v in DTYPES,
-        f"must be one of {', '.join(DTYPES)}",
-        "weights are published and served in it",
-    ),
-    (f"{ROLLOUT}.disaggregation.enabled", lambda v: not v, "must be False", "it is not supported yet"),
-    (
-        "actor_rollout_ref.actor.strategy",
-        lambda v: v in STRATEGIES,
-        f"must be one of {', '.join(STRATEGIES)}",
-        "other training engines are not supported yet",
-    ),
-    ("trainer.val_only", lambda v: not v, "must be False", "validate with stock verl instead"),
-    ("distillation.enabled", lambda v: not v, "must be False", "distillation is not supported yet"),
-    (
-        "skip.rollout_tq.enable",
-        lambda v: not v,
-        "must be False",
-        "replaying stored rollouts is not supported yet",
-    ),
-)

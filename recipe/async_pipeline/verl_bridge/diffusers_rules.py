@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-from verl.trainer.ppo.utils import need_reference_policy
+from omegaconf import DictConfig, open_dict
 
 from ..config.diffusion import DiffusionConfig
 from ..config.paths import OWN
+from ..config.refusals import Refusal, Settings, any_of, must_be, never, on, refuse
 from ..config.schema import AsyncPipelineConfig
 from ..diffusion.model_folder import ModelFolder
 from ..errors import ConfigError
@@ -47,55 +47,13 @@ def check_images(config: DictConfig, knobs: AsyncPipelineConfig, *, critic: bool
         raise ConfigError(
             f"{ROLLOUT}.name={ENGINE} requires diffusers; pip install async_pipeline[diffusion]"
         )
-    for path, allowed, remedy in RULES:
-        value = OmegaConf.select(config, path)
-        if value not in allowed:
-            raise ConfigError(f"{path} must be {allowed[0]} {_FOR_IMAGES}, got {value!r}; {remedy}")
+    refuse(RULES, Settings(config, knobs))
     if critic:
         raise ConfigError(
             f"algorithm.adv_estimator must be one without a critic {_FOR_IMAGES}, got "
             f"{config.algorithm.adv_estimator}; grpo is usual"
         )
-    if need_reference_policy(config):
-        raise ConfigError(
-            "actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward must be False "
-            f"{_FOR_IMAGES}, got True; a reference policy of images is not supported yet"
-        )
-    if not config.reward.custom_reward_function.path:
-        raise ConfigError(
-            f"reward.custom_reward_function.path must name a function of images {_FOR_IMAGES}, got None; "
-            "set it"
-        )
-    _check_agents(knobs)
-    _check_correction(config, knobs.diffusion)
-    _check_batch(config)
     _check_sizes(config, knobs.diffusion)
-
-
-def _check_batch(config: DictConfig) -> None:
-    """Raises ConfigError if verl would pad a batch, with rows that have no latents."""
-    prompts, part = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if prompts % part:
-        raise ConfigError(
-            f"data.train_batch_size must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={part} "
-            f"{_FOR_IMAGES}, got {prompts}; verl would fill the batch up with texts"
-        )
-
-
-def _check_agents(knobs: AsyncPipelineConfig) -> None:
-    for name in ("environment", "agent"):
-        value = getattr(knobs.agentic, name)
-        if value is not None:
-            raise ConfigError(f"{OWN}.agentic.{name} must be left out {_FOR_IMAGES}, got {value!r}")
-
-
-def _check_correction(config: DictConfig, how: DiffusionConfig) -> None:
-    weights = OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
-    if how.sde_type == "cps" and weights is not None:
-        raise ConfigError(
-            f"algorithm.rollout_correction.rollout_is must be null with {how.PATH}.sde_type=cps, whose "
-            f"log-probs are no densities, got {weights!r}; leave it out, or use sde"
-        )
 
 
 def _check_sizes(config: DictConfig, how: DiffusionConfig) -> None:
@@ -132,14 +90,52 @@ def set_image_keys(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
         manager.module.path = REWARDS_MODULE
 
 
-RULES = (
-    (f"{ROLLOUT}.tensor_model_parallel_size", (1,), "use more replicas instead"),
-    (f"{ROLLOUT}.quantization", (None,), "leave it out"),
-    ("actor_rollout_ref.actor.strategy", ("fsdp2",), "set it"),
-    (f"{MODEL}.lora.merge", (False, None), "leave it out, since adapters are served as they are"),
-    ("reward.reward_model.enable", (False, None), "have the reward function ask a server of rewards"),
-    ("reward.reward_manager.name", ("naive", GERL_REWARDS), _OWN_REWARDS),
-    ("reward_model.reward_manager", (None, GERL_REWARDS), _OWN_REWARDS),
-    ("algorithm.filter_groups.enable", (False, None), "leave it out"),
+_ACTOR, _SDE_TYPE = "actor_rollout_ref.actor", f"{DiffusionConfig.PATH}.sde_type"
+_ONE_PICTURE = "an episode is one picture"
+_NO_REFERENCE = "a reference policy of images is not supported yet"
+RULES: tuple[Refusal, ...] = (
+    must_be(
+        f"{ROLLOUT}.tensor_model_parallel_size", 1, remedy="use more replicas instead", where=_FOR_IMAGES
+    ),
+    must_be(f"{ROLLOUT}.quantization", None, remedy="leave it out", where=_FOR_IMAGES),
+    must_be("actor_rollout_ref.actor.strategy", "fsdp2", remedy="set it", where=_FOR_IMAGES),
+    must_be(
+        f"{MODEL}.lora.merge",
+        False,
+        None,
+        remedy="leave it out, since adapters are served as they are",
+        where=_FOR_IMAGES,
+    ),
+    must_be(
+        "reward.reward_model.enable",
+        False,
+        None,
+        remedy="have the reward function ask a server of rewards",
+        where=_FOR_IMAGES,
+    ),
+    must_be("reward.reward_manager.name", "naive", GERL_REWARDS, remedy=_OWN_REWARDS, where=_FOR_IMAGES),
+    must_be("reward_model.reward_manager", None, GERL_REWARDS, remedy=_OWN_REWARDS, where=_FOR_IMAGES),
+    must_be("algorithm.filter_groups.enable", False, None, remedy="leave it out", where=_FOR_IMAGES),
+    must_be("actor_rollout_ref.actor.use_kl_loss", False, None, remedy=_NO_REFERENCE, where=_FOR_IMAGES),
+    must_be("algorithm.use_kl_in_reward", False, None, remedy=_NO_REFERENCE, where=_FOR_IMAGES),
+    Refusal(f"{OWN}.agentic.environment", any_of(None), f"must be left out {_FOR_IMAGES}", _ONE_PICTURE),
+    Refusal(f"{OWN}.agentic.agent", any_of(None), f"must be left out {_FOR_IMAGES}", _ONE_PICTURE),
+    Refusal(
+        "reward.custom_reward_function.path", on, f"must name a function of images {_FOR_IMAGES}", "set it"
+    ),
+    Refusal(
+        "algorithm.rollout_correction.rollout_is",
+        any_of(None),
+        f"must be null with {_SDE_TYPE}=cps, whose log-probs are no densities",
+        "leave it out, or use sde",
+        when=lambda at: at[_SDE_TYPE] == "cps",
+    ),
+    Refusal(
+        "data.train_batch_size",
+        never,
+        f"must be a multiple of {_ACTOR}.ppo_mini_batch_size=<{_ACTOR}.ppo_mini_batch_size> {_FOR_IMAGES}",
+        "verl would fill the batch up with texts",
+        when=lambda at: at["data.train_batch_size"] % at[f"{_ACTOR}.ppo_mini_batch_size"],
+    ),
 )
 """Keys with the values that image policies support."""

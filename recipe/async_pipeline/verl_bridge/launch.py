@@ -25,9 +25,10 @@ from ..config.agent_program import program_values
 from ..config.loss_modes import LOSS_CONFIG
 from ..config.misplaced import SWITCHES
 from ..config.paths import MODE, OWN, PATCH_FREE, RUNTIME
-from ..config.rollout_correction import correction_in_words
+from ..config.rollout_correction import describe_correction
 from ..config.runtime import RuntimeConfig
 from ..config.schema import AsyncPipelineConfig, is_strategy, plain
+from ..config.verl_options import MANAGER
 from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
 from .config_checks import (
@@ -39,7 +40,7 @@ from .config_checks import (
     remove_keys,
     set_pool_sizes,
 )
-from .config_rules import MANAGER, reward_model_devices
+from .config_rules import reward_model_devices
 from .diffusers_rules import draws_images, set_image_keys
 from .engine_contract import check_engine
 from .expert_backends import set_expert_kernels
@@ -157,7 +158,7 @@ def _tell(config: DictConfig, found: Checked) -> None:
     for note in found.translation.notes:
         _say(note)
     knobs = found.translation.config
-    correction = correction_in_words(config, found.old_logp, knobs.staleness.max_lag)
+    correction = describe_correction(config, found.old_logp, knobs.staleness.max_lag)
     if knobs.staleness.max_lag and correction.startswith("none"):
         _say(f"correction for staleness: {correction}")
 

@@ -16,6 +16,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 
 from ..config.adapters import adapter_rank
 from ..config.aliases import BYPASS
+from ..config.refusals import Refusal, Settings, any_of, must_be, must_be_off, must_be_on, never, off, refuse
 from ..errors import ConfigError
 from .model_rules import MODEL, described_model
 
@@ -24,20 +25,75 @@ SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_te
 """The words before `_parallel_size`."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in a model's config.json."""
-CPU_ONLY = (
-    ("virtual_pipeline_model_parallel_size", (None, 1), "gloo mixes up the messages of its stages"),
-    ("context_parallel_size", (1,), "the attention of the CPU platform does not split a sequence"),
-    (
-        "dynamic_context_parallel",
-        (False, None),
-        "the attention of the CPU platform does not split a sequence",
+REPLAY = ".megatron.router_replay.mode"
+"""R2 records the routing while old log-probs are computed and replays it in the update."""
+_WHOLE_SEQUENCES = "the attention of the CPU platform does not split a sequence"
+
+
+def _on_a_cpu(name: str, *allowed: Any, why: str) -> Refusal:
+    where = f"on the CPU platform, since {why}"
+    return must_be(f".megatron.{name}", *allowed, remedy="leave it out, or use a GPU", where=where)
+
+
+RULES: tuple[Refusal, ...] = (
+    must_be_on(".megatron.use_mbridge", "verl's engine requires it"),
+    must_be_off(".megatron.qat.enable", "quantization-aware training is not supported yet"),
+    Refusal(
+        f"{MODEL}.lora.rank",
+        off,
+        "must be 0 with strategy=megatron",
+        "adapters of Megatron are not supported yet: set it, or use fsdp2",
+        when=lambda at: adapter_rank(at.config),
     ),
-    ("use_megatron_fsdp", (False, None), "it requires CUDA"),
-    ("vanilla_mbridge", (False, None), "it requires Transformer Engine"),
-    ("override_transformer_config.fp8", (None, False), "it requires Transformer Engine"),
-    ("override_transformer_config.fp4", (None, False), "it requires Transformer Engine"),
 )
-"""Keys of a `megatron` section, their values on the CPU platform, and the reason."""
+"""Paths that begin with a dot are below the section of an engine."""
+CPU_ONLY: tuple[Refusal, ...] = (
+    _on_a_cpu(
+        "virtual_pipeline_model_parallel_size", None, 1, why="gloo mixes up the messages of its stages"
+    ),
+    _on_a_cpu("context_parallel_size", 1, why=_WHOLE_SEQUENCES),
+    _on_a_cpu("dynamic_context_parallel", False, None, why=_WHOLE_SEQUENCES),
+    _on_a_cpu("use_megatron_fsdp", False, None, why="it requires CUDA"),
+    _on_a_cpu("vanilla_mbridge", False, None, why="it requires Transformer Engine"),
+    _on_a_cpu("override_transformer_config.fp8", None, False, why="it requires Transformer Engine"),
+    _on_a_cpu("override_transformer_config.fp4", None, False, why="it requires Transformer Engine"),
+)
+CPU_ONLY_OF_A_MODEL: tuple[Refusal, ...] = (
+    must_be_off(
+        ".use_fused_kernels",
+        "leave it out, or use a GPU",
+        "with Megatron on the CPU platform, since the kernels require CUDA",
+    ),
+)
+NOT_REPLAYED: tuple[Refusal, ...] = (
+    Refusal(REPLAY, never, "must be disabled", "only the actor's routing is replayed: leave it out"),
+)
+REPLAYED: tuple[Refusal, ...] = (
+    Refusal(
+        REPLAY,
+        any_of("R2"),
+        "must be disabled or R2",
+        "the engines' routing is not recorded for each token and version: set R2, which replays the "
+        "trainer's, or leave it out",
+    ),
+)
+WITH_REPLAY: tuple[Refusal, ...] = (
+    must_be_off(
+        BYPASS,
+        "the routing is recorded while old log-probs are computed: set it",
+        "with router_replay.mode=R2",
+    ),
+    must_be_on(
+        f"{MODEL}.use_remove_padding",
+        "the routing is recorded for packed rows: set it",
+        "with router_replay.mode=R2",
+    ),
+    must_be_off(
+        ".megatron.pad_to_length",
+        "the routing of padding is not recorded: set it",
+        "with router_replay.mode=R2",
+    ),
+)
 
 
 def check_megatron(config: DictConfig, *, critic: bool) -> None:
@@ -103,38 +159,18 @@ def _require_packages(section: str) -> None:
 
 
 def _check_section(config: DictConfig, section: str, model: str) -> None:
-    megatron = f"{section}.megatron"
-    if not OmegaConf.select(config, f"{megatron}.use_mbridge"):
-        raise ConfigError(f"{megatron}.use_mbridge must be True, got False; verl's engine requires it")
-    if OmegaConf.select(config, f"{megatron}.qat.enable"):
-        raise ConfigError(
-            f"{megatron}.qat.enable must be False, got True; quantization-aware training is not supported yet"
-        )
+    at, megatron = Settings(config, section=section), f"{section}.megatron"
+    refuse(RULES, at)
     _check_replay(config, section)
     _check_warm_up(config, section)
-    if rank := adapter_rank(config):
-        raise ConfigError(
-            f"{MODEL}.lora.rank must be 0 with {section}.strategy=megatron, got {rank}; adapters of Megatron "
-            "are not supported yet: set it, or use fsdp2"
-        )
     if config.trainer.device != "cpu":
         return
-    for name, allowed, reason in CPU_ONLY:
-        value = OmegaConf.select(config, f"{megatron}.{name}")
-        if value not in allowed:
-            raise ConfigError(
-                f"{megatron}.{name} must be {allowed[0]} on the CPU platform, got {value!r}, since {reason}; "
-                "leave it out, or use a GPU"
-            )
+    refuse(CPU_ONLY, at)
+    refuse(CPU_ONLY_OF_A_MODEL, Settings(config, section=model))
     if _experts_have_bias(config, megatron):
         raise ConfigError(
             f"{MODEL}.path must be a model whose experts have no bias on the CPU platform, whose layers for "
             "experts have none; use another model, fsdp2, or a GPU"
-        )
-    if OmegaConf.select(config, f"{model}.use_fused_kernels"):
-        raise ConfigError(
-            f"{model}.use_fused_kernels must be False with Megatron on the CPU platform, got True, since the "
-            "kernels require CUDA; leave it out, or use a GPU"
         )
 
 
@@ -143,32 +179,16 @@ def _check_replay(config: DictConfig, section: str) -> None:
 
     R2 records the routing while old log-probs are computed and replays it in the update.
     """
-    megatron, described = f"{section}.megatron", described_model(config)
-    replay = f"{megatron}.router_replay.mode"
-    mode = OmegaConf.select(config, replay)
+    at, described = Settings(config, section=section), described_model(config)
+    mode = at[REPLAY]
     if mode in (None, "disabled"):
         return
-    if section != ACTOR:
-        raise ConfigError(
-            f"{replay} must be disabled, got {mode}; only the actor's routing is replayed: leave it out"
-        )
-    if mode != "R2":
-        raise ConfigError(
-            f"{replay} must be disabled or R2, got {mode}; the engines' routing is not recorded for each "
-            "token and version: set R2, which replays the trainer's, or leave it out"
-        )
+    refuse(REPLAYED if section == ACTOR else NOT_REPLAYED, at)
     if described and not has_experts(described):
-        raise ConfigError(f"{replay} must be disabled for a model without experts, got {mode}; leave it out")
-    for path, required, reason in (
-        (BYPASS, False, "the routing is recorded while old log-probs are computed"),
-        (f"{MODEL}.use_remove_padding", True, "the routing is recorded for packed rows"),
-        (f"{megatron}.pad_to_length", False, "the routing of padding is not recorded"),
-    ):
-        value = bool(OmegaConf.select(config, path))
-        if value is not required:
-            raise ConfigError(
-                f"{path} must be {required} with {replay}={mode}, got {value}; {reason}: set it"
-            )
+        raise ConfigError(
+            f"{at.absolute(REPLAY)} must be disabled for a model without experts, got {mode!r}; leave it out"
+        )
+    refuse(WITH_REPLAY, at)
 
 
 def _check_warm_up(config: DictConfig, section: str) -> None:

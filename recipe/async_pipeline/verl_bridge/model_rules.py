@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from omegaconf import DictConfig, OmegaConf
 
 from ..config.adapters import publishes_adapters
+from ..config.refusals import Refusal, Settings, any_of, other_than, refuse
 from ..contract.engines import find_spec
 from ..errors import ConfigError
 from .engine_arguments import check_argument_names, check_engine_names
@@ -57,6 +58,32 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM's CPU engine has a kernel."""
 CPU_EXPERT_ALIGNMENT = 32
 """vLLM's CPU engine pads the width of experts to a multiple of this; padded experts cannot be updated."""
+
+
+FP8: tuple[Refusal, ...] = (
+    Refusal(
+        f"{ROLLOUT}.quantization",
+        other_than("fp8"),
+        "must be null on the CPU platform",
+        "vLLM's CPU engine needs AMX and a repacking that verl does not do: leave it out, or use a GPU",
+        when=lambda at: at["trainer.device"] == "cpu",
+    ),
+    Refusal(
+        f"{ROLLOUT}.quantization",
+        other_than("fp8"),
+        "must be null for LoRA adapters that are not merged, since the base is loaded without a conversion",
+        f"leave it out, or set {MODEL}.lora.merge=True",
+        when=lambda at: publishes_adapters(at.config),
+    ),
+)
+ON_CPU: tuple[Refusal, ...] = (
+    Refusal(
+        f"{ROLLOUT}.expert_parallel_size",
+        any_of(None, 1),
+        "must be 1 on the CPU platform",
+        "use tensor parallelism, since vLLM's CPU engine does not start with another value",
+    ),
+)
 
 
 def check_model(config: DictConfig) -> None:
@@ -187,19 +214,9 @@ def _check_fp8(config: DictConfig, described: Mapping[str, Any]) -> None:
     """Raises ConfigError if an engine that serves fp8 would not get all weights through the conversion, or
     would compute with older ones.
     """
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.quantization != "fp8":
+    refuse(FP8, Settings(config))
+    if config.actor_rollout_ref.rollout.quantization != "fp8":
         return
-    if config.trainer.device == "cpu":
-        raise ConfigError(
-            f"{ROLLOUT}.quantization must be null on the CPU platform, got 'fp8', for which vLLM's CPU "
-            "engine needs AMX and a repacking that verl does not do; leave it out, or use a GPU"
-        )
-    if publishes_adapters(config):
-        raise ConfigError(
-            f"{ROLLOUT}.quantization must be null for LoRA adapters that are not merged, got 'fp8', since "
-            f"the base is loaded without a conversion; leave it out, or set {MODEL}.lora.merge=True"
-        )
     if _text_model(described).get("kv_lora_rank"):
         raise ConfigError(
             f"{ROLLOUT}.quantization must be null for a model with latent attention (kv_lora_rank in its "
@@ -210,13 +227,7 @@ def _check_fp8(config: DictConfig, described: Mapping[str, Any]) -> None:
 
 def _check_cpu_engine(config: DictConfig, described: Mapping[str, Any]) -> None:
     """Raises ConfigError if vLLM's CPU engine would fail at its start, or could not be updated."""
-    parallel = config.actor_rollout_ref.rollout.get("expert_parallel_size")
-    if parallel not in (None, 1):
-        raise ConfigError(
-            f"{ROLLOUT}.expert_parallel_size must be 1 on the CPU platform, got {parallel!r}, with which "
-            "vLLM's CPU engine does not start; use tensor parallelism"
-        )
-
+    refuse(ON_CPU, Settings(config))
     text, path = _text_model(described), f"{MODEL}.path"
     got = f"got {config.actor_rollout_ref.model.path!r} with"
 

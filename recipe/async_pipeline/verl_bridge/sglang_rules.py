@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..config.adapters import publishes_adapters
+from ..config.refusals import Refusal, Settings, any_of, must_be, refuse
 from ..errors import ConfigError
 from .engine_arguments import check_argument_names
 
@@ -56,6 +57,15 @@ CPU_WIDTH_ALIGNMENT = 32
 """SGLang pads these sizes to a multiple of this for each rank on a CPU, and its tables do not say so."""
 
 
+_WITH_SGLANG = f"with {ROLLOUT}.name=sglang"
+RULES: tuple[Refusal, ...] = (
+    Refusal(
+        f"{ROLLOUT}.quantization", any_of(None), f"must be null {_WITH_SGLANG}", "leave it out, or use vllm"
+    ),
+    must_be(f"{ROLLOUT}.expert_parallel_size", 1, None, remedy="use tensor parallelism", where=_WITH_SGLANG),
+)
+
+
 def check_sglang(config: DictConfig) -> None:
     """Raises ConfigError if SGLang could not be given published weights, or would not start."""
     arguments = OmegaConf.select(config, ARGUMENTS) or {}
@@ -65,17 +75,7 @@ def check_sglang(config: DictConfig) -> None:
             raise ConfigError(f"{ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED[name]}")
     check_argument_names("sglang", arguments)
 
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.quantization is not None:
-        raise ConfigError(
-            f"{ROLLOUT}.quantization must be null with {ROLLOUT}.name=sglang, got {rollout.quantization!r}; "
-            "leave it out, or use vllm"
-        )
-    if rollout.get("expert_parallel_size") not in (None, 1):
-        raise ConfigError(
-            f"{ROLLOUT}.expert_parallel_size must be 1 with {ROLLOUT}.name=sglang, got "
-            f"{rollout.expert_parallel_size!r}; use tensor parallelism"
-        )
+    refuse(RULES, Settings(config))
 
 
 def check_sglang_adapters(config: DictConfig, text: Mapping[str, Any]) -> None:

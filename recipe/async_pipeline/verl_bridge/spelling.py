@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse misspelled keys in verl's own sections, which hydra adds with a `+` and no code reads.
+"""Refuse misplaced and misspelled keys in verl's own sections, which hydra adds with a `+` and no code reads.
 
-verl reads some keys that its configuration does not have, and so may the user's own code. A key is refused
-only if it resembles one of its section and its name occurs nowhere in verl's source.
+verl reads some keys that its configuration does not have, and so may the user's own code. A key that the
+section does not have is refused if it has the name of a knob, or if it resembles a key of its section and
+its name occurs nowhere in verl's source.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from ..config.names import ALIKE
+from ..config.misplaced import ALIKE, reject_in_place
 from ..config.paths import select
 from ..config.rollout_correction import POLICY_LOSS
 from ..errors import ConfigError
@@ -35,17 +36,16 @@ COMPOSED = ("_generated_ppo_trainer.yaml", "_generated_ppo_megatron_trainer.yaml
 
 
 def check_spelling(config: DictConfig) -> None:
-    """Raises ConfigError if a key of one of verl's sections is a misspelling of another one."""
-    tree = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(tree, dict)
+    """Raises ConfigError if a key in a section of verl is misspelled, or has the name of a knob."""
+    tree = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     for path, section in _sections(tree, ""):
         known = _known(path, section)
-        for name, value in section.items():
-            near = None if name in known else near_key(str(name), known)
+        for name in section.keys() - known if known else ():
+            key, value = f"{path}.{name}", section[name]
+            reject_in_place(key, value, tree)
+            near = near_key(str(name), known) if TARGET in section or path in PLAIN else None
             if near is not None:
-                raise ConfigError(
-                    f"{path}.{name} is unknown, got {shown(f'{path}.{name}', value)}; did you mean {near!r}?"
-                )
+                raise ConfigError(f"{key} is unknown, got {shown(key, value)}; did you mean {near!r}?")
 
 
 def near_key(name: str, known: frozenset[str]) -> str | None:
@@ -55,8 +55,9 @@ def near_key(name: str, known: frozenset[str]) -> str | None:
 
 
 def _sections(tree: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield the sections to check, outer ones first."""
-    if (TARGET in tree or path in PLAIN) and path not in CHECKED_ELSEWHERE:
+    """Yield the sections that have a class or keys by default, outer ones first."""
+    verls = TARGET in tree or any(select(_composed(name), path) for name in COMPOSED if path)
+    if verls and path not in CHECKED_ELSEWHERE:
         yield path, tree
     for name, value in tree.items():
         if isinstance(value, Mapping):

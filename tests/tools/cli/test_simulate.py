@@ -33,18 +33,6 @@ def simulate(path: str, strategy: str, *more: str) -> int:
     return main.main(["simulate", "--profile", path, "--devices", "8", "--strategy", strategy, *more])
 
 
-@pytest.mark.parametrize(("value", "current"), [("resume", "regenerate"), ("drop", "drop")])
-def test_the_former_name_of_an_option_is_an_error(
-    value: str, current: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main.main(["simulate", "--stale", value])
-    assert caught.value.code == EXIT_USERS
-    assert (
-        f"--stale is now --straggler, got '{value}'; write --straggler {current}" in capsys.readouterr().err
-    )
-
-
 def test_devices_without_a_possible_split_are_refused_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

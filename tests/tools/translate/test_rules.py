@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.config.foreign_keys import differs, nothing, to
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.tools.translate import rllm, roll, uni_agent
 from recipe.async_pipeline.tools.translate.rules import (
-    Outcome,
     as_it_is,
-    by_hand,
     devices,
-    differs,
     leaves,
-    nothing,
-    one_of,
-    only,
     quotient,
-    to,
     translate,
     whole,
 )
@@ -47,20 +44,18 @@ def test_each_key_gets_the_first_rule_that_matches() -> None:
     assert found.unknown == ["e"]
 
 
+@pytest.mark.parametrize("system", [rllm, roll, uni_agent], ids=lambda system: system.__name__)
+def test_every_key_is_found_by_a_search_of_the_sources(system: ModuleType) -> None:
+    folder = Path(system.__file__ or "").parent
+    source = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py")))
+    assert [key for key, _ in system.TABLE if f'"{key}"' not in source] == []
+
+
 def test_two_keys_that_disagree_are_refused() -> None:
     table = [("a", to("x")), ("b", to("x"))]
     assert translate({"a": 1, "b": 1}, table).overrides == {"x": 1}
     with pytest.raises(ConfigError, match="b asks for x=2 but a for 1; keep one of them"):
         translate({"a": 1, "b": 2}, table)
-
-
-def test_rules_that_depend_on_the_value() -> None:
-    choose = one_of({"vllm": "v"}, "x", "y", otherwise="set x")
-    assert choose("vllm", {}) == Outcome("set", {"x": "v", "y": "v"})
-    assert choose("tgi", {}) == Outcome("by hand", text="set x")
-    same = only(1, "as here", "not so here")
-    assert (same(1, {}).kind, same(2, {}).kind) == ("nothing to do", "differs")
-    assert by_hand("do it")(3, {}) == Outcome("by hand", text="do it")
 
 
 def test_empty_sections_and_lists_are_values() -> None:

@@ -8,7 +8,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from ...config.placement import Placement
 from ...config.run_plan import drawing
@@ -27,16 +27,6 @@ from ..plan.trainer import Setting
 DEFAULT_STEPS = 50
 ENOUGH_ANSWERS = 150_000
 """Responses to average over in a comparison; on thousands of devices few steps have that many."""
-
-
-class _Renamed(argparse.Action):
-    """Refuse the former name of `--straggler`, whose value `resume` is now `regenerate`."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: object, option: str | None = None
-    ) -> NoReturn:
-        value = "regenerate" if values == "resume" else values
-        parser.error(f"{option} is now --straggler, got {values!r}; write --straggler {value}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Straggler),
         help="what happens to an unfinished group that holds up a step (default: %(default)s)",
     )
-    parser.add_argument("--stale", action=_Renamed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--sync-every",
         type=int,

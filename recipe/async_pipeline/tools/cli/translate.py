@@ -17,13 +17,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ...config.foreign_keys import Document
 from ...config.overrides import hydra_value
 from ...console import echo
 from ...errors import ConfigError
 from ...redaction import shown
 from ..translate.rllm import translate_rllm
 from ..translate.roll import translate_roll
-from ..translate.rules import Document, TranslatedFile
+from ..translate.rules import TranslatedFile
 from ..translate.uni_agent import translate_uni_agent
 
 SYSTEMS: Mapping[str, Callable[[Document], TranslatedFile]] = {

@@ -255,13 +255,12 @@ def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
 
 def _published(record: LogRecord) -> Published:
     known = {
-        name: float(record.fields.get(name, 0.0)) for name in ("gather_s", "transfer_s", "load_s", "stall_s")
+        name: float(record.fields.get(name, 0.0))
+        for name in ("gather_s", "transfer_s", "load_s", "commit_s", "stall_s")
     }
     return Published(
         version=int(record.fields["version"]),
         t=record.t,
-        # Older logs have no commits: all of a load was one.
-        commit_s=float(record.fields.get("commit_s", known["load_s"])),
         replicas=max(1, int(record.fields.get("replicas", 1))),
         num_bytes=float(record.fields.get("bytes", 0)),
         explained_share=record.fields.get("explained_share"),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translate whole configuration files of other systems into overrides for verl with this package.
 
-    rules        what a key can become, and the walk over a file
+    rules        the walk over a file, by the rules of `config.foreign_keys`
     roll         ROLL's keys, of its RLVR and its agentic pipeline
-    roll_run     keys of ROLL whose meaning depends on no other key
+    roll_run     keys of ROLL whose meaning depends on few others
     rllm         rLLM's keys that verl does not have
     uni_agent    uni-agent's keys that verl does not have
 

@@ -6,11 +6,19 @@ from __future__ import annotations
 from typing import Any
 
 from ...config.agentic import AgenticConfig
+from ...config.foreign_keys import Document, Outcome, Rule, by_hand, nothing, to
 from ...config.paths import select
-from .rules import Document, Outcome, Rule, Table, TranslatedFile, as_it_is, by_hand, nothing, to, translate
+from .rules import Table, TranslatedFile, as_it_is, translate
 
 _AGENTIC = f"+{AgenticConfig.PATH}"
-VERLS = ("actor_rollout_ref", "algorithm", "critic", "data", "reward", "trainer")
+VERLS: Table = (
+    ("actor_rollout_ref.*", as_it_is),
+    ("algorithm.*", as_it_is),
+    ("critic.*", as_it_is),
+    ("data.*", as_it_is),
+    ("reward.*", as_it_is),
+    ("trainer.*", as_it_is),
+)
 """Sections of verl."""
 ALSO = {"+async_pipeline": True}
 _ARGUMENT = by_hand("set agentic.environment_kwargs")
@@ -19,8 +27,6 @@ _GATEWAY = by_hand("see the gateway's keys below agentic in docs/configuration.m
 
 ENVIRONMENTS = {"frozenlake": "frozen_lake"}
 """rLLM's environments that this package has, by its own name of them."""
-ARGUMENTS = {"size": "size", "p": "frozen", "is_slippery": "slippery"}
-"""Arguments of rLLM's frozenlake, by this package's names."""
 
 
 def _environment(value: Any, document: Document) -> Outcome:
@@ -49,7 +55,9 @@ TABLE: Table = (
     ("rllm.agent.name", by_hand("name an agent loop, in rollout.agent.default_agent_loop or in the rows")),
     ("rllm.agent.*", by_hand("an argument of the agent: see docs/agents.md")),
     ("rllm.env.name", _environment),
-    *((f"rllm.env.env_args.{name}", _argument(own)) for name, own in ARGUMENTS.items()),
+    ("rllm.env.env_args.size", _argument("size")),
+    ("rllm.env.env_args.p", _argument("frozen")),
+    ("rllm.env.env_args.is_slippery", _argument("slippery")),
     ("rllm.env.env_args.*", _ARGUMENT),
     ("rllm.gateway.*", _GATEWAY),
     ("rllm.workflow.n_parallel_tasks", to(f"{_AGENTIC}.concurrency")),
@@ -60,5 +68,5 @@ TABLE: Table = (
     ("async_training.trigger_parameter_sync_step", as_it_is),
     ("async_training.partial_rollout", as_it_is),
     ("async_training.require_batches", as_it_is),
-    *((f"{section}.*", as_it_is) for section in VERLS),
+    *VERLS,
 )

@@ -14,41 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from ...config.agentic import AgenticConfig
+from ...config.foreign_keys import Document, Outcome, Rule, by_hand, differs, nothing, one_of, only, to
 from ...config.paths import select
 from ...errors import ConfigError
-from .roll_run import MEGATRON, RUN, TRAIN_STRATEGY, by_engine, trains_with_megatron
-from .rules import (
-    Document,
-    Outcome,
-    Rule,
-    Table,
-    TranslatedFile,
-    by_hand,
-    devices,
-    differs,
-    nothing,
-    one_of,
-    only,
-    quotient,
-    to,
-    translate,
-    whole,
-)
+from .roll_run import MEGATRON, RUN, STRATEGY, by_engine
+from .rules import Table, TranslatedFile, devices, quotient, translate, whole
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _AGENTIC = f"+{AgenticConfig.PATH}"
-_TRAIN, _INFER = "actor_train.strategy_args", "actor_infer.strategy_args.strategy_config"
-_TRANSFORMER = f"{_ACTOR}.megatron.override_transformer_config"
-PARALLEL_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""Equally named in ROLL's and in verl's config of Megatron."""
+_TRAIN = "actor_train.strategy_args"
 _ENVS, _RLVR_GROUP = "train_env_manager", "num_return_sequences_in_group"
 PROMPT_TOKENS = 512
 """verl's default of data.max_prompt_length, which an agentic file does not state."""
@@ -59,8 +34,6 @@ ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus", "gae": "gae"}
 ALSO = {"+async_pipeline": True}
 FSDP = {"deepspeed_train": "fsdp2", "fsdp2_train": "fsdp2"}
-PRECISION = {"param_dtype": ("bf16", "bfloat16"), "reduce_dtype": ("fp32", "float32")}
-"""verl's defaults of mixed precision, as ROLL may spell them."""
 TENSOR_PARALLEL = f"{_ROLLOUT}.tensor_model_parallel_size"
 LOG_PROBS = "log_prob_micro_batch_size_per_gpu"
 DATA = "data.train_files and data.val_files: parquet with verl's columns"
@@ -209,43 +182,6 @@ def _engine(value: Any, document: Document) -> Outcome:
     return Outcome("by hand", text="set actor_rollout_ref.actor.strategy=fsdp2, or model_engine=megatron")
 
 
-def _precision(name: str) -> Rule:
-    def rule(value: Any, document: Document) -> Outcome:
-        if value in PRECISION[name]:
-            return Outcome("nothing to do", text="verl's default")
-        text = f"set {name} in {_ACTOR}.fsdp_config.mixed_precision, next to the other dtypes there"
-        return Outcome("by hand", text=text)
-
-    return rule
-
-
-def _of_fsdp2(rule: Rule) -> Rule:
-    """Use a rule for files that train with FSDP2: other strategies have no such key."""
-    return lambda value, document: (rule if select(document, TRAIN_STRATEGY) == "fsdp2_train" else _other)(
-        value, document
-    )
-
-
-def _other(value: Any, document: Document) -> Outcome:
-    """Say what becomes of a key of the training strategy that has no rule."""
-    if trains_with_megatron(document):
-        text = f"if it is a field of megatron-core's transformer config, set it in {_TRANSFORMER}"
-        return Outcome("by hand", text=text)
-    return _unknown(value, document)
-
-
-def _recompute(value: Any, document: Document) -> Outcome:
-    found = {f"{_TRANSFORMER}.recompute_granularity": value}
-    if value == "full":  # Megatron requires both of them with it
-        found |= {f"{_TRANSFORMER}.recompute_method": "uniform", f"{_TRANSFORMER}.recompute_num_layers": 1}
-    return Outcome("set", found)
-
-
-def _unknown(value: Any, document: Document) -> Outcome:
-    return Outcome("unknown", text="nothing is known of it")
-
-
-_FSDP = "the trainer shards by FSDP2, whose ranks are all data-parallel"
 _STEPS = "every step is logged"
 
 TABLE: Table = (
@@ -279,7 +215,7 @@ TABLE: Table = (
         differs("verl's estimators normalise within a group (grpo) or a batch (reinforce_plus_plus)"),
     ),
     ("is_num_return_sequences_expand", nothing("the responses of a group are single requests anyway")),
-    (_RLVR_GROUP, to(f"{_ROLLOUT}.n")),
+    ("num_return_sequences_in_group", to(f"{_ROLLOUT}.n")),
     # Training.
     (
         "actor_train.model_args.attn_implementation",
@@ -310,44 +246,14 @@ TABLE: Table = (
     ("actor_train.training_args.learning_rate", to(f"{_ACTOR}.optim.lr", as_=float)),
     ("actor_train.training_args.weight_decay", to(f"{_ACTOR}.optim.weight_decay", as_=float)),
     ("actor_train.training_args.warmup_steps", to(f"{_ACTOR}.optim.lr_warmup_steps")),
-    (
-        "actor_train.training_args.per_device_train_batch_size",
-        to(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
-    ),
+    ("actor_train.training_args.per_device_train_batch_size", to(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")),
     ("actor_train.training_args.gradient_accumulation_steps", _mini_batch),
     ("actor_train.data_args.template", nothing("the tokenizer's own chat template is used")),
     (
         "actor_train.data_args.file_name",
         by_hand("write the rows as parquet with verl's columns, and set data.train_files and data.val_files"),
     ),
-    (TRAIN_STRATEGY, _engine),
-    *(
-        (
-            f"{_TRAIN}.strategy_config.{name}",
-            by_engine(to(f"{_ACTOR}.megatron.{name}"), only(1, "no model parallelism", _FSDP)),
-        )
-        for name in PARALLEL_SIZES
-    ),
-    *(
-        (f"{_TRAIN}.strategy_config.{name}", by_engine(to(f"{_ACTOR}.megatron.{name}"), nothing(_FSDP)))
-        for name in ("sequence_parallel", "use_distributed_optimizer")
-    ),
-    (
-        f"{_TRAIN}.strategy_config.recompute_granularity",
-        by_engine(_recompute, nothing("gradient checkpointing recomputes whole layers")),
-    ),
-    *(
-        (f"{_TRAIN}.strategy_config.{name}", _of_fsdp2(to(f"{_ACTOR}.fsdp_config.{name}")))
-        for name in ("fsdp_size", "offload_policy", "reshard_after_forward")
-    ),
-    *((f"{_TRAIN}.strategy_config.{name}", _of_fsdp2(_precision(name))) for name in PRECISION),
-    (
-        f"{_TRAIN}.strategy_config.wrap_policy.*",
-        _of_fsdp2(
-            by_hand(f"set {_ACTOR}.fsdp_config.wrap_policy; by default the model's layers are wrapped")
-        ),
-    ),
-    (f"{_TRAIN}.strategy_config.*", _other),
+    ("actor_train.strategy_args.strategy_name", _engine),
     ("actor_train.device_mapping", _devices_of("trainer")),
     ("actor_train.infer_batch_size", to(f"{_ROLLOUT}.{LOG_PROBS}")),
     # Generation.
@@ -366,22 +272,37 @@ TABLE: Table = (
         "actor_infer.strategy_args.strategy_name",
         one_of(ENGINES, f"{_ROLLOUT}.name", otherwise=f"set {_ROLLOUT}.name"),
     ),
-    (f"{_INFER}.gpu_memory_utilization", to(f"{_ROLLOUT}.gpu_memory_utilization")),
-    (f"{_INFER}.mem_fraction_static", to(f"{_ROLLOUT}.gpu_memory_utilization")),
-    (f"{_INFER}.tensor_parallel_size", to(TENSOR_PARALLEL)),
-    (f"{_INFER}.block_size", to(f"+{_ROLLOUT}.engine_kwargs.vllm.block_size")),
-    (f"{_INFER}.load_format", to(f"{_ROLLOUT}.load_format")),
+    (
+        "actor_infer.strategy_args.strategy_config.gpu_memory_utilization",
+        to(f"{_ROLLOUT}.gpu_memory_utilization"),
+    ),
+    (
+        "actor_infer.strategy_args.strategy_config.mem_fraction_static",
+        to(f"{_ROLLOUT}.gpu_memory_utilization"),
+    ),
+    ("actor_infer.strategy_args.strategy_config.tensor_parallel_size", to(TENSOR_PARALLEL)),
+    (
+        "actor_infer.strategy_args.strategy_config.block_size",
+        to(f"+{_ROLLOUT}.engine_kwargs.vllm.block_size"),
+    ),
+    ("actor_infer.strategy_args.strategy_config.load_format", to(f"{_ROLLOUT}.load_format")),
     ("actor_infer.device_mapping", _devices_of(_ROLLOUT)),
     ("actor_infer.infer_batch_size", nothing("engines batch by themselves")),
     ("reference.infer_batch_size", to(f"{_REF}.{LOG_PROBS}")),
     ("reference.*", by_hand("set actor_rollout_ref.ref and algorithm.use_kl_in_reward or actor.use_kl_loss")),
     # Environments.
-    (f"{_ENVS}.group_size", to(f"{_ROLLOUT}.n")),
-    (f"{_ENVS}.num_env_groups", _sized),
-    (f"{_ENVS}.group_size_redundancy", to(f"{_AGENTIC}.redundancy")),
-    (f"{_ENVS}.max_env_num_per_worker", to(f"{_AGENTIC}.concurrency")),
-    (f"{_ENVS}.format_penalty", by_hand("the environment scores: see environment_kwargs.invalid_reward")),
-    (f"{_ENVS}.*", by_hand("a run has one environment, of agentic.environment; rows may have tasks")),
+    ("train_env_manager.group_size", to(f"{_ROLLOUT}.n")),
+    ("train_env_manager.num_env_groups", _sized),
+    ("train_env_manager.group_size_redundancy", to(f"{_AGENTIC}.redundancy")),
+    ("train_env_manager.max_env_num_per_worker", to(f"{_AGENTIC}.concurrency")),
+    (
+        "train_env_manager.format_penalty",
+        by_hand("the environment scores: see environment_kwargs.invalid_reward"),
+    ),
+    (
+        "train_env_manager.*",
+        by_hand("a run has one environment, of agentic.environment; rows may have tasks"),
+    ),
     ("val_env_manager.*", by_hand("validation uses data.val_files and rollout.val_kwargs")),
     ("custom_envs.*.env_type", _environment),
     ("custom_envs.*.max_steps", to(f"{_AGENTIC}.max_turns")),
@@ -394,5 +315,6 @@ TABLE: Table = (
     ("custom_envs.*", by_hand("an argument of the environment: set agentic.environment_kwargs")),
     ("env_monitor.hung_timeout", to(f"{_AGENTIC}.episode_timeout_s", as_=float)),
     ("env_monitor.*", nothing("deadlines are enforced: see agentic.*_timeout_s")),
+    *STRATEGY,
     *RUN,
 )

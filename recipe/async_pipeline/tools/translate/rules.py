@@ -1,38 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a key of another system can become, and the walk over a file.
+"""The walk over a file of another system, and values that files have.
 
-Pure: takes plain mappings. A table has a rule for each key; `*` in its path stands for any name.
+Pure: takes plain mappings. A table has a rule of `config.foreign_keys` for each key; `*` in its path stands
+for any name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from ...config.foreign_keys import Document, Draft, Outcome, Rule
 from ...config.paths import select
 from ...errors import ConfigError
 
-Kind = Literal["set", "nothing to do", "differs", "by hand", "unknown"]
-"""What became of a key: overrides; nothing, because it is so anyway; overrides or nothing, with a difference
-that matters; something that the user has to do; or nothing is known of it.
-"""
-Document = Mapping[str, Any]
-
-
-class Outcome(NamedTuple):
-    """What a rule says about a key."""
-
-    kind: Kind
-    overrides: Mapping[str, Any] = {}
-    """Values by path; a path with a leading + is not in verl's config."""
-    text: str = ""
-    """What the user should know."""
-
-
-Rule = Callable[[Any, Document], Outcome]
 AS_IT_IS = Outcome("set", text="verl's own key")
 """The key is verl's, or one that is translated when a run starts."""
 Table = Sequence[tuple[str, Rule]]
@@ -73,7 +57,7 @@ def translate(document: Document, table: Table, *, also: Mapping[str, Any] | Non
 
     Raises ConfigError if a value is wrong, or if two keys ask for different values.
     """
-    overrides, sources = dict(also or {}), dict.fromkeys(also or {}, "the translation")
+    draft = Draft(dict(also or {}), dict.fromkeys(also or {}, "the translation"))
     keys = []
     for key, value in leaves(document):
         rule = next((rule for pattern, rule in table if fnmatchcase(key, pattern)), None)
@@ -82,14 +66,8 @@ def translate(document: Document, table: Table, *, also: Mapping[str, Any] | Non
             outcome = Outcome("set", {f"+{key}" if key.startswith(ADDED) else key: value})
         keys.append(Became(key, value, outcome))
         for path, wanted in outcome.overrides.items():
-            if path in overrides and overrides[path] != wanted:
-                raise ConfigError(
-                    f"{key} asks for {path}={wanted!r} but {sources[path]} for {overrides[path]!r}; keep one "
-                    "of them"
-                )
-            overrides[path] = wanted
-            sources.setdefault(path, key)
-    return TranslatedFile(tuple(keys), overrides)
+            draft.propose(path, wanted, key)
+    return TranslatedFile(tuple(keys), draft.values)
 
 
 def leaves(document: Document, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -107,47 +85,6 @@ def leaves(document: Document, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def as_it_is(value: Any, document: Document) -> Outcome:
     """Keep the key."""
     return AS_IT_IS
-
-
-def to(*paths: str, as_: Callable[[Any], Any] = lambda value: value, text: str = "") -> Rule:
-    """Set these paths to the value, converted by `as_`."""
-    return lambda value, document: Outcome("set", dict.fromkeys(paths, as_(value)), text)
-
-
-def nothing(text: str) -> Rule:
-    """The key needs no counterpart."""
-    return lambda value, document: Outcome("nothing to do", text=text)
-
-
-def differs(text: str, **overrides: Any) -> Rule:
-    """There is something similar, or nothing."""
-    return lambda value, document: Outcome("differs", overrides, text)
-
-
-def by_hand(text: str) -> Rule:
-    """The user has to do something."""
-    return lambda value, document: Outcome("by hand", text=text)
-
-
-def one_of(choices: Mapping[Any, Any], *paths: str, otherwise: str) -> Rule:
-    """Set these paths to the counterpart of the value; for other values, say `otherwise`."""
-
-    def rule(value: Any, document: Document) -> Outcome:
-        if value in choices:
-            return Outcome("set", dict.fromkeys(paths, choices[value]))
-        return Outcome("by hand", text=otherwise)
-
-    return rule
-
-
-def only(expected: Any, text: str, otherwise: str) -> Rule:
-    """The key is as it is here anyway if it has the expected value; for other values, say `otherwise`."""
-
-    def rule(value: Any, document: Document) -> Outcome:
-        same = value == expected
-        return Outcome("nothing to do" if same else "differs", text=text if same else otherwise)
-
-    return rule
 
 
 # Values.

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of other systems for images: the settings of whole scripts, and verl's own keys that they set."""
+"""The table of keys of other systems, and the settings of whole scripts for images."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.image_aliases import KNOBS, losses_of_images
+from recipe.async_pipeline.config import aliases
+from recipe.async_pipeline.config.aliases import FOREIGN, SET_BY_OTHERS, losses_of_images
 from recipe.async_pipeline.config.schema import knob_paths
 from recipe.async_pipeline.config.translation import resolve
 from recipe.async_pipeline.errors import ConfigError
@@ -48,14 +50,21 @@ def test_names_that_verl_has_too_are_left_alone(path: str) -> None:
     resolve(nested((path, 0.2)))
 
 
-@pytest.mark.parametrize("path", [f"{ACTOR}.sde_window_range", "trainer.guidance_scale"])
+@pytest.mark.parametrize(
+    "path", ["trainer.sde_window_range", "trainer.guidance_scale", "script.algo.noise_level"]
+)
 def test_names_that_verl_has_not_are_refused_in_other_places(path: str) -> None:
     with pytest.raises(ConfigError, match=f"{path} is misplaced"):
         resolve(nested((path, 1.0)))
 
 
-def test_every_key_stands_for_a_knob() -> None:
-    assert set(KNOBS.values()) <= set(knob_paths())
+def test_every_key_sets_knobs() -> None:
+    assert set(knob_paths()) >= SET_BY_OTHERS
+
+
+def test_every_key_is_found_by_a_search_of_the_source() -> None:
+    source = Path(aliases.__file__).read_text(encoding="utf-8")
+    assert [key.path for key in FOREIGN if f'"{key.path}"' not in source] == []
 
 
 @pytest.mark.parametrize(("mode", "loss"), [("flow_grpo", {f"{LOSS}.loss_mode": "vanilla"}), ("gspo", {})])
