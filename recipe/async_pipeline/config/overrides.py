@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain hydra's complaints about a command line in one line, with the override to write instead."""
+"""Read hydra overrides: which keys they set, and hydra's complaints about them in one line."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .misplaced import unknown_key
 from .paths import OWN
@@ -16,6 +16,11 @@ _UNREADABLE = re.compile(
     r"^(?:LexerNoViableAltException: (?P<override>.+)"
     r"|(?P<reason>(?:no viable alternative at|mismatched|extraneous) input .+|token recognition error.+))$"
 )
+
+
+def sets(overrides: Iterable[str], path: str) -> bool:
+    """Return whether the command line sets a key."""
+    return any(override.partition("=")[0].lstrip("+") == path for override in overrides)
 
 
 def in_words(complaint: str, near: Callable[[str], str | None] = lambda path: None) -> str | None:
