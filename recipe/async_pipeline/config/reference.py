@@ -66,6 +66,9 @@ _VERLS_DEFAULTS = """\
 `actor_rollout_ref.rollout.gpu_memory_utilization` is 0.5 in verl, because its trainer may share the devices.
 With vLLM or SGLang on GPUs it [becomes 0.85 or 0.8](gpus.md#device-memory-of-the-engines) unless you set it.
 
+`actor_rollout_ref.model.override_config.attn_implementation` is flash_attention_2 in verl. With FSDP on GPUs
+it [becomes sdpa](gpus.md#installing) where flash-attn is not installed, unless you set it.
+
 """
 _FOREIGN_HEAD = """\
 ## Short forms and keys of other systems

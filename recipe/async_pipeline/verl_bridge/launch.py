@@ -31,6 +31,7 @@ from ..config.runtime import RuntimeConfig
 from ..config.schema import AsyncPipelineConfig, is_strategy, plain
 from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
+from .attention import set_attention
 from .config_checks import (
     FOREIGN_PATHS,
     STOCK_LOSS_CONFIG,
@@ -176,8 +177,11 @@ def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str])
     set_pool_sizes(config, found.placement)
     if draws_images(config):
         set_image_keys(config, found.translation.config)
+        return ()
+    described = described_model(config)
     notes = (
-        set_expert_kernels(config, described_model(config)),
+        set_attention(config, described),
+        set_expert_kernels(config, described),
         set_engine_memory(config, found.translation.config, overrides),
     )
     return tuple(note for note in notes if note is not None)
