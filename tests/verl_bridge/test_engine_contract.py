@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,7 @@ from recipe.async_pipeline.contract.engines import Difference, EngineComparison,
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.patching import series
 from recipe.async_pipeline.verl_bridge.engine_contract import check_engine
+from tests import REPOSITORY
 from tests.verl_bridge.conftest import Smoke, refused
 
 pytestmark = pytest.mark.real_engine
@@ -99,3 +102,9 @@ def test_the_tested_engine_and_one_that_is_not_installed_are_not_read(
     tested = engines.load(series.patches_dir())["vllm"].version
     monkeypatch.setattr(engines, "installed", lambda: [dataclasses.replace(OTHER, version=f"{tested}+cpu")])
     assert check_engine(smoke(), "refuse") is None
+
+
+def test_the_check_imports_no_verl_by_itself() -> None:
+    """Tests import it before verl has its plugin, which a process gets once."""
+    code = f"import sys, {check_engine.__module__}; sys.exit('verl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=120).returncode == 0
