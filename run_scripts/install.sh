@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Install a stack for GPUs: verl's own extras at the pinned version, the patches, and this package.
+# Install a stack for GPUs: verl's extras at the pinned version, the patches, and this package.
 #
 #   bash run_scripts/install_TRAINER_ENGINE.sh [--dry-run | --resolve]
 #
@@ -10,7 +10,8 @@
 #               another one, name its interpreter to them in ASYNC_PIPELINE_PYTHON)
 #   PYTHON      the version of Python (default: 3.12, the one that verl's wheels are built for)
 #   VERL_DIR    a git clone of verl at the pinned tag, instead of the published source
-# Requires uv. With a clone, verl's uv.lock decides about every version; without it, uv resolves verl's extras.
+# Requires uv. With a clone, verl's uv.lock decides about every version. Without it, uv resolves verl's extras; FSDP
+# with vLLM gets the versions that the tests run (gpu.tested.txt).
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -42,6 +43,13 @@ case "$MODE" in
   *) die "the options are --dry-run and --resolve, got $MODE" ;;
 esac
 
+say() { printf 'install: %s\n' "$*" >&2; }
+
+# version_in FILE NAME: print the version of NAME, or of its CPU build, that a file requires.
+version_in() { sed -n "s/^[ \"]*$2\(-cpu\)\{0,1\}==\([0-9.]*\).*/\2/p" "$1" | head -n 1; }
+# versions_in FILE: print its versions of the engine and of torch.
+versions_in() { printf '%s %s, torch %s' "$ENGINE" "$(version_in "$1" "$ENGINE")" "$(version_in "$1" torch)"; }
+
 run() {
   if [ "$MODE" = --dry-run ]; then
     printf '%q ' "$@"
@@ -63,14 +71,27 @@ if [ -n "${VERL_DIR:-}" ]; then
 else
   run "${PATCH[@]}" fetch
 fi
-if [ "$MODE" = --resolve ]; then
-  exec uv pip compile "$TREE/pyproject.toml" --extra "$TRAINER" --extra "$ENGINE" --no-sources \
-    --override "$OVERRIDES" --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-annotate
+
+TESTS="the tests run $(versions_in "$ROOT/run_scripts/cpu.in.txt")"
+SYNC=(env UV_PROJECT_ENVIRONMENT="$VENV" uv sync --project "$TREE" --extra "$TRAINER" --extra "$ENGINE")
+if [ -f "$TREE/uv.lock" ]; then
+  SYNC+=(--frozen)
+  say "the versions of verl's uv.lock; $TESTS"
+elif [ "$TRAINER $ENGINE" = "fsdp vllm" ]; then
+  OVERRIDES="$ROOT/run_scripts/gpu.tested.txt"
+  SYNC=(uv pip install --python "$VENV/bin/python" --no-sources --override "$OVERRIDES" -e "${TREE}[fsdp,vllm]")
+  say "$(versions_in "$OVERRIDES"), as the tests, without flash-attn (docs/gpus.md)"
+elif [ -f "$TREE/pyproject.toml" ]; then
+  # They need wheels that are built for verl's torch: SGLang's kernels; for Megatron apex and transformer-engine.
+  say "verl's $(versions_in "$TREE/pyproject.toml"); $TESTS (docs/gpus.md)"
 fi
 
-SYNC=(uv sync --project "$TREE" --extra "$TRAINER" --extra "$ENGINE")
-[ ! -f "$TREE/uv.lock" ] || SYNC+=(--frozen)
+if [ "$MODE" = --resolve ]; then
+  exec uv pip compile "$TREE/pyproject.toml" --extra "$TRAINER" --extra "$ENGINE" --no-sources \
+    --override "$OVERRIDES" --python "$VENV/bin/python" --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-annotate
+fi
+
 run "${PATCH[@]}" apply --verl-dir "$TREE"
-run env UV_PROJECT_ENVIRONMENT="$VENV" "${SYNC[@]}"
+run "${SYNC[@]}"
 run uv pip install --python "$VENV/bin/python" -e "${ROOT}[agentic]"
 run "$VENV/bin/async-pipeline" doctor

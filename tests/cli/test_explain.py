@@ -114,6 +114,20 @@ def test_the_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
+def test_changed_defaults_of_verl_are_notes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    experts = tmp_path / "model" / "config.json"
+    experts.parent.mkdir()
+    experts.write_text('{"num_experts": 8}', encoding="utf-8")
+    for written, expected in (
+        ([], ["actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton", f"{share}=0.85"]),
+        ([f"{share}=0.5"], ["actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton"]),
+    ):
+        assert main([*SMOKE, "--json", "trainer.device=cuda", *written]) == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert [note.partition(":")[0].partition(" instead")[0] for note in notes] == expected
+
+
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 
-from recipe.async_pipeline.config.overrides import explain_complaint
+from recipe.async_pipeline.config.overrides import explain_complaint, sets
 from recipe.async_pipeline.config.paths import OWN
 from tests import REPOSITORY
 
@@ -47,3 +47,19 @@ def test_a_complaint_becomes_one_line(override: str, line: str) -> None:
 def test_other_lines_are_left_alone() -> None:
     assert explain_complaint("ValueError: no viable alternative") is None
     assert explain_complaint("") is None
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("a.b=1", True),
+        ("+a.b=1", True),
+        ("++a.b='x=y'", True),
+        ("a.bc=1", False),
+        ("a=b", False),
+        ("c=a.b", False),
+        ("~a.b", False),
+    ],
+)
+def test_a_command_line_sets_a_key(override: str, expected: bool) -> None:
+    assert sets(["other=1", override], "a.b") is expected

@@ -27,6 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
+from recipe.async_pipeline.verl_bridge.engine_check import saying
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import WeightTicket, encode
@@ -44,21 +45,6 @@ SWAPS = 8
 """Loads of random weights for each way to load, after `MANY` publications."""
 MANY = 200
 LONG = MAX_LEN - len(PROMPT) - SPARE
-
-
-def saying(weights: dict[str, torch.Tensor], token: int) -> dict[str, torch.Tensor]:
-    """Return weights of a model that generates `token` for any prompt."""
-    said = {}
-    for name, value in weights.items():
-        if "o_proj" in name or "down_proj" in name or name == "lm_head.weight":
-            said[name] = torch.zeros_like(value)
-        elif "norm" in name or "embed_tokens" in name:
-            said[name] = torch.ones_like(value)
-        else:
-            said[name] = value + token
-    # Nothing is added to the embedding, so the head sees ones.
-    said["lm_head.weight"][token] = 1.0
-    return said
 
 
 class Probe:

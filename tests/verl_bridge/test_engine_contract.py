@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,10 +13,12 @@ import pytest
 
 from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.engines import Difference, EngineComparison, EngineTree
+from recipe.async_pipeline.contract.engines import Difference, EngineTree
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.patching import series
 from recipe.async_pipeline.verl_bridge.engine_contract import check_engine
+from tests import REPOSITORY
+from tests.fakes.engine_differences import GONE, compare_as
 from tests.verl_bridge.conftest import Smoke, refused
 
 pytestmark = pytest.mark.real_engine
@@ -22,13 +26,6 @@ pytestmark = pytest.mark.real_engine
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 OTHER = EngineTree(name="vllm", folder=Path("nowhere"), version="0.99.0")
-GONE = Difference(
-    name="vllm.v1.request:Request.num_output_tokens",
-    change="is missing",
-    used_by=("verl_bridge/rollout/vllm/plugin.py",),
-    breaks=("version spans",),
-    cpu_only=False,
-)
 
 
 @pytest.fixture
@@ -36,11 +33,7 @@ def differs(monkeypatch: pytest.MonkeyPatch) -> list[Difference]:
     """Have another vLLM installed, with the differences of the returned list."""
     found: list[Difference] = []
     monkeypatch.setattr(engines, "installed", lambda: [OTHER])
-
-    def compare(engine: EngineTree, contract: engines.EngineContract) -> EngineComparison:
-        return EngineComparison(engine=engine, tested=contract.version, checked=1, differences=tuple(found))
-
-    monkeypatch.setattr(engines, "compare", compare)
+    compare_as(monkeypatch, found)
     return found
 
 
@@ -99,3 +92,9 @@ def test_the_tested_engine_and_one_that_is_not_installed_are_not_read(
     tested = engines.load(series.patches_dir())["vllm"].version
     monkeypatch.setattr(engines, "installed", lambda: [dataclasses.replace(OTHER, version=f"{tested}+cpu")])
     assert check_engine(smoke(), "refuse") is None
+
+
+def test_the_check_imports_no_verl_by_itself() -> None:
+    """Tests import it before verl has its plugin, which a process gets once."""
+    code = f"import sys, {check_engine.__module__}; sys.exit('verl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=120).returncode == 0

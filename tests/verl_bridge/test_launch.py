@@ -123,7 +123,9 @@ def test_a_value_that_others_were_computed_from_is_not_changed_late(launch: Modu
 
 def test_verls_config_refers_to_no_other_value_that_changes_late(launch: ModuleType, smoke: Smoke) -> None:
     sizes = {f"{part}.{name}" for part in ("trainer", ROLLOUT) for name in ("nnodes", "n_gpus_per_node")}
-    changed = sizes | {"data.train_batch_size", *launch.REFERRED}
+    attention = {f"{part}.model.override_config" for part in ("actor_rollout_ref", "critic")}
+    memory = f"{ROLLOUT}.gpu_memory_utilization"
+    changed = sizes | attention | {"data.train_batch_size", memory, *launch.REFERRED}
     raw: Any = OmegaConf.to_container(smoke(), resolve=False)
     referring = {
         path: target

@@ -76,13 +76,12 @@ def run(args: argparse.Namespace) -> int:
     found = checked(config)
     if found is None:
         raise ConfigError("the pipeline is switched off; remove the override that does so")
-    set_verls_keys(config, found)
+    notes = (*found.translation.notes, *set_verls_keys(config, found, args.overrides))
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
     plan = plan_of(
         {str(k): v for k, v in resolved.items()}, found.translation.config, found.placement, found.old_logp
     )
-    notes = found.translation.notes
     if args.as_json:
         echo(json.dumps(as_json(plan) | {"notes": list(notes)}, indent=2))
         return 0

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overrides of hydra: how a value is written in one, and its complaints about a command line in one line."""
+"""Overrides of hydra: which keys they set, how a value is written, and complaints about them in one line."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .misplaced import unknown_key
@@ -18,6 +18,11 @@ _UNREADABLE = re.compile(
     r"^(?:LexerNoViableAltException: (?P<override>.+)"
     r"|(?P<reason>(?:no viable alternative at|mismatched|extraneous) input .+|token recognition error.+))$"
 )
+
+
+def sets(overrides: Iterable[str], path: str) -> bool:
+    """Return whether the command line sets a key."""
+    return any(override.partition("=")[0].lstrip("+") == path for override in overrides)
 
 
 def explain_complaint(complaint: str, near: Callable[[str], str | None] = lambda path: None) -> str | None:

@@ -59,6 +59,16 @@ not include `configs/async_pipeline.yaml`. An unknown or misplaced key is an err
 knob. `async-pipeline explain --knobs [SECTION]` prints these tables, and `async-pipeline explain` the plan
 that results from a command line.
 """
+_VERLS_DEFAULTS = """\
+## Defaults of verl that change
+
+`actor_rollout_ref.rollout.gpu_memory_utilization` is 0.5 in verl, because its trainer may share the devices.
+With vLLM or SGLang on GPUs it [becomes 0.85 or 0.8](gpus.md#device-memory-of-the-engines) unless you set it.
+
+`actor_rollout_ref.model.override_config.attn_implementation` is flash_attention_2 in verl. With FSDP on GPUs
+it [becomes sdpa](gpus.md#installing) where flash-attn is not installed, unless you set it.
+
+"""
 _FOREIGN_HEAD = """\
 ## Short forms and keys of other systems
 
@@ -109,7 +119,7 @@ def render_docs() -> str:
             meaning, default = _meaning(knob, documents[knob.path])
             cells = (f"`{knob.path}`", _values(knob), default, meaning)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    parts += ["\n", _FOREIGN_HEAD, *_foreign_rows()]
+    parts += ["\n", _VERLS_DEFAULTS, _FOREIGN_HEAD, *_foreign_rows()]
     return "".join(parts)
 
 

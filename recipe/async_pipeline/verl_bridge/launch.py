@@ -12,11 +12,12 @@ import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.utils.device import get_resource_name
 
@@ -31,6 +32,7 @@ from ..config.schema import AsyncPipelineConfig, is_strategy, plain
 from ..config.verl_options import MANAGER
 from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
+from .attention import set_attention
 from .config_checks import (
     FOREIGN_PATHS,
     STOCK_LOSS_CONFIG,
@@ -43,6 +45,7 @@ from .config_checks import (
 from .config_rules import reward_model_devices
 from .diffusers_rules import draws_images, set_image_keys
 from .engine_contract import check_engine
+from .engine_memory import set_engine_memory
 from .expert_backends import set_expert_kernels
 from .model_rules import described_model
 from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir, require_devices
@@ -81,10 +84,10 @@ def adopt(config: DictConfig) -> None:
     assert found is not None, "verl makes this trainer only if the mode asks for it"
     _refuse_late_changes(config, found)
     _check_engine(config, found)
-    set_verls_keys(config, found)
+    notes = set_verls_keys(config, found, ())
     _rewrite(config, found, joins=False)
     _require_devices(config)
-    _tell(config, found)
+    _tell(config, found, notes)
 
 
 def _refuse_late_changes(config: DictConfig, found: Checked) -> None:
@@ -145,17 +148,19 @@ def _prepare(config: DictConfig) -> None:
         return
     _check_engine(config, found)
     cluster, line = choose_cluster(config, found.placement)
-    set_verls_keys(config, found)
+    notes = set_verls_keys(
+        config, found, HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    )
     _rewrite(config, found, joins=cluster[ADDRESS] != LOCAL)
     with open_dict(config):
         _update(config, cluster)
     _say(line)
-    _tell(config, found)
+    _tell(config, found, notes)
 
 
-def _tell(config: DictConfig, found: Checked) -> None:
-    """Print what the keys of the user led to."""
-    for note in found.translation.notes:
+def _tell(config: DictConfig, found: Checked, notes: Sequence[str]) -> None:
+    """Print what the keys of the user led to, with `notes` on verl's keys."""
+    for note in (*found.translation.notes, *notes):
         _say(note)
     knobs = found.translation.config
     correction = describe_correction(config, found.old_logp, knobs.staleness.max_lag)
@@ -163,15 +168,24 @@ def _tell(config: DictConfig, found: Checked) -> None:
         _say(f"correction for staleness: {correction}")
 
 
-def set_verls_keys(config: DictConfig, found: Checked) -> None:
-    """Set verl's own keys to the values that follow from the knobs and from keys of other systems."""
+def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str]) -> tuple[str, ...]:
+    """Set verl's own keys to the values that follow from the knobs and from keys of other systems.
+
+    `overrides` is the command line, as far as it is known. Returns a line for each key that gets another
+    default than verl's.
+    """
     _update(config, found.translation.verl)
     set_pool_sizes(config, found.placement)
     if draws_images(config):
         set_image_keys(config, found.translation.config)
-    kernels = set_expert_kernels(config, described_model(config))
-    if kernels is not None:
-        _say(kernels)
+        return ()
+    described = described_model(config)
+    notes = (
+        set_attention(config, described),
+        set_expert_kernels(config, described),
+        set_engine_memory(config, found.translation.config, overrides),
+    )
+    return tuple(note for note in notes if note is not None)
 
 
 def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:

@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Answer:
+class ResponseRecord:
     """One request that the engine has, or is about to get."""
 
     prompt_tokens: int

@@ -26,7 +26,7 @@ from uuid import uuid4
 from ..core.deadline import within
 from ..core.items import LoadReport
 from ..core.token_spans import TokenSpan, pairs_of
-from .answer import Answer, Part
+from .answer import Part, ResponseRecord
 from .attempt_gate import AttemptGate
 
 STANDSTILL_S = 5.0
@@ -169,7 +169,7 @@ class VersionedEngine(Generic[Request, Output]):
         self.version: int | None = None
         """The served version; None before the first load."""
         self._engine = engine
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, ResponseRecord] = {}
         self._next_load = 0
         self._settled = asyncio.Event()
         """Set while no load is in progress."""
@@ -268,7 +268,7 @@ class VersionedEngine(Generic[Request, Output]):
                     yield output
             return
         name, session = self._engine.name(request), record.session
-        answer = self._answers[name] = Answer(prompt_tokens=self._engine.prompt_tokens(request))
+        answer = self._answers[name] = ResponseRecord(prompt_tokens=self._engine.prompt_tokens(request))
 
         def sent() -> None:
             answer.sent_before = self._next_load

@@ -12,34 +12,22 @@ import pytest
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.engines import Difference, EngineComparison, EngineTree
+from recipe.async_pipeline.contract.engines import Difference, EngineTree
 from recipe.async_pipeline.patching import series
 from recipe.async_pipeline.tools.cli import engine_findings
+from tests.fakes.engine_differences import GONE, compare_as
 
 FOLDER = series.patches_dir()
 VLLM = EngineTree(name="vllm", folder=Path("tree/vllm"), version="0.33.0")
 SGLANG = EngineTree(name="sglang", folder=Path("tree/sglang"), version="0.5.23")
-GONE = Difference(
-    name="vllm.v1.request:Request.num_output_tokens",
-    change="is missing",
-    used_by=("verl_bridge/rollout/vllm/plugin.py",),
-    breaks=("version spans",),
-    cpu_only=False,
-)
 ON_CPU = dataclasses.replace(GONE, name="vllm._custom_ops:isa", breaks=("experts on a CPU",), cpu_only=True)
 BENCHMARK = dataclasses.replace(GONE, breaks=("benchmarks",))
 
 
 def found(monkeypatch: pytest.MonkeyPatch, *differences: Difference) -> None:
     """Have every comparison find these differences."""
-
-    def compare(engine: EngineTree, contract: engines.EngineContract) -> EngineComparison:
-        return EngineComparison(
-            engine=engine, tested=contract.version, checked=140, differences=tuple(differences)
-        )
-
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    monkeypatch.setattr(engines, "compare", compare)
+    compare_as(monkeypatch, differences)
     monkeypatch.setattr(engines, "unpacked", lambda root: [VLLM])
 
 

@@ -54,7 +54,7 @@ def check_devices(num_gpus: int) -> Finding:
 def check_flash_attention(
     num_gpus: int, version_of: Callable[[str], str] = importlib.metadata.version
 ) -> tuple[Finding, ...]:
-    """Check that the attention is installed that verl's model config asks for; nothing without a GPU."""
+    """Check that verl's default attention of FSDP is installed; nothing without a GPU."""
     if not num_gpus:
         return ()
     try:
@@ -65,8 +65,8 @@ def check_flash_attention(
             Finding(
                 subject="flash-attn",
                 verdict="warn",
-                detail="not installed, but verl's model config asks for flash_attention_2",
-                remedy=f"install it, or set {ATTENTION}=sdpa",
+                detail="not installed: FSDP trains with sdpa; models of pictures and Ulysses need it",
+                remedy=f"for these, build it for your torch, or set {ATTENTION}",
             ),
         )
 

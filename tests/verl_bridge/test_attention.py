@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Without flash-attn, FSDP trains text with sdpa, and packed sequences do not see each other."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.conftest import Load
+from tests.verl_bridge.conftest import Smoke
+
+pytestmark = pytest.mark.real_engine
+
+ATTENTION = "override_config.attn_implementation"
+ACTOR, CRITIC = (f"{model}.{ATTENTION}" for model in ("actor_rollout_ref.model", "critic.model"))
+ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+UNSET = {"trainer.device": "cuda", ACTOR: None, CRITIC: None}
+
+
+@pytest.fixture(scope="module")
+def attention(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.attention")
+
+
+def chosen(config: DictConfig) -> tuple[Any, Any]:
+    return OmegaConf.select(config, ACTOR), OmegaConf.select(config, CRITIC)
+
+
+def test_a_run_gets_sdpa_with_one_line(launch: ModuleType, smoke: Smoke) -> None:
+    config = smoke(UNSET)
+    notes = launch.set_verls_keys(config, launch.checked(config), ())
+    (line,) = (note for note in notes if ATTENTION in note)
+    assert line.startswith(f"{ACTOR}=sdpa: flash-attn is not installed here; ") and "\n" not in line
+    assert chosen(config) == ("sdpa", None), "this run has no critic"
+
+
+def test_a_critic_gets_it_too(attention: ModuleType, smoke: Smoke) -> None:
+    config = smoke(UNSET | {"algorithm.adv_estimator": "gae"})
+    assert attention.set_attention(config, {}) is not None
+    assert chosen(config) == ("sdpa", "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("changes", "described"),
+    [
+        ({ACTOR: "flash_attention_3"}, {}),
+        ({"trainer.device": "cpu"}, {}),
+        ({"actor_rollout_ref.actor.strategy": "megatron"}, {}),
+        ({ULYSSES: 2}, {}),
+        ({"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 2}, {}),
+        ({}, {"vision_config": {}}),
+    ],
+    ids=["chosen", "cpu", "megatron", "ulysses", "fsdp-ulysses", "pictures"],
+)
+def test_other_runs_are_left_alone(
+    attention: ModuleType, smoke: Smoke, changes: dict[str, Any], described: dict[str, Any]
+) -> None:
+    config = smoke(UNSET | changes)
+    assert attention.set_attention(config, described) is None
+    assert chosen(config) == (changes.get(ACTOR), None)
+
+
+def test_flash_attention_is_used_where_it_is_installed(
+    attention: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    config = smoke(UNSET)
+    assert attention.set_attention(config, {}) is None
+    assert chosen(config) == (None, None)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_packed_sequences_do_not_see_each_other(kind: str) -> None:
+    """verl removes the padding: it joins the sequences of a micro-batch, with their positions and no mask."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    sequences = [torch.randint(0, 97, (1, length)) for length in (5, 1, 17, 9)]
+    positions = torch.cat([torch.arange(one.shape[1]) for one in sequences])[None]
+    joined = model(torch.cat(sequences, 1), position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(one, use_cache=False).logits for one in sequences], 1)
+    torch.testing.assert_close(joined, alone)
