@@ -86,7 +86,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/trainer/async_trainer.py": WHOLE_JOB,
     "verl_bridge/trainer/composition.py": WHOLE_JOB,
     "verl_bridge/trainer/generation.py": WHOLE_JOB,
-    "verl_bridge/trainer/log_probs.py": "e2e/test_pools.py",
     "verl_bridge/trainer/run_loop.py": WHOLE_JOB,
     "verl_bridge/trainer/startup.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
