@@ -214,7 +214,7 @@ def test_after_a_full_disk_the_next_reference_is_kept(make: Make) -> None:
     run.steps(1, 8)
     run.fails["save"] = OSError(28, "No space left on device")
     run.steps(9, 12)
-    assert len(run.lines) == 1, "it was said"
+    assert len(run.lines) == 1, "it warns once"
     run.steps(13, 15)
     run.fails["compute"] = ActorDiedError()
     assert run.steps(16, 16) == [12]

@@ -64,7 +64,6 @@ from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups
 from .checkpointing import load_models, load_reference
 from .generation import PARTITION
-from .log_probs import LogProbs
 from .prompt_source import PromptSource
 from .run_folder import RunFolder, speed_settings
 from .run_loop import run_flow
@@ -179,19 +178,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.publisher = WeightPublisher(
             self.actor_rollout_wg, self.rollout_pool, self.calls, self.knobs.weight_sync.timeout_s
         )
-        self.log_probs = LogProbs(
-            config=self.config,
-            placement=self.placement,
-            schedule=self.schedule,
-            stages=self.stages,
-            calls=self.calls,
-            publisher=self.publisher,
-            pools=lambda: self.resource_pool_manager.resource_pool_dict,
-            old_group=self.startup.group_of("logp"),
-            reference_group=self.startup.group_of("ref_logp") or getattr(self, "ref_policy_wg", None),
-            folder=self.runtime.run_dir / "reference",
-            note=self._note,
-        )
+        self.log_probs = composition.log_probs(self)
         if self._restored is not None and "ref_logp" in self.log_probs.copies:
             load_reference(self._restored, self.log_probs.copies["ref_logp"])
             self.log_probs.keep_reference()

@@ -14,6 +14,7 @@ from ..rollout.server_manager import room_by_node
 from .checkpointing import Checkpointing
 from .generation import PARTITION, Generation
 from .kept_pictures import KeptPictures
+from .log_probs import LogProbs
 from .ray_metrics import RayGauges
 from .step_report import StepReport
 from .terminal import say
@@ -42,6 +43,24 @@ def generation(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> 
             AgentOutputFolder(trainer.folder.path).add,
             lost=f"without further files in {FOLDER}/",
         ),
+    )
+
+
+def log_probs(trainer: AsyncPipelineTrainer) -> LogProbs:
+    """Return the part that computes log-probs. Blocks until the workers of its pools have started."""
+    startup = trainer.startup
+    return LogProbs(
+        config=trainer.config,
+        placement=trainer.placement,
+        schedule=trainer.schedule,
+        stages=trainer.stages,
+        calls=trainer.calls,
+        publisher=trainer.publisher,
+        pools=lambda: trainer.resource_pool_manager.resource_pool_dict,
+        old_group=startup.group_of("logp"),
+        reference_group=startup.group_of("ref_logp") or getattr(trainer, "ref_policy_wg", None),
+        folder=trainer.runtime.run_dir / "reference",
+        note=trainer._note,
     )
 
 

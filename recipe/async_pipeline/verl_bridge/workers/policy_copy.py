@@ -30,7 +30,7 @@ class PolicyCopy:
         self.role = role
         self._folder = folder
         self.kept: int | None = None
-        """The version on disk, or None if there is none."""
+        """The version on disk, or None."""
         self.not_kept: int | None = None
         """The version for which the disk was full, or None if the last one was kept."""
         self.reason = ""
