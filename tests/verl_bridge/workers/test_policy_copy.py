@@ -79,8 +79,8 @@ class Ranks:
 
     def save_reference(self, folder: str) -> None:
         self.saves.append(Path(folder).name)
-        Path(folder).mkdir(parents=True)
         for rank in range(len(self.workers) - self._missing):
+            Path(folder).mkdir(parents=True, exist_ok=True)
             Path(folder, f"rank_{rank}").write_text(self.weights)
             if self.fails is not None:
                 raise self.fails
@@ -137,9 +137,10 @@ def test_what_was_saved_in_part_is_deleted(tmp_path: Path) -> None:
     assert policy.kept is None and contents(tmp_path) == {}
 
 
-def test_ranks_that_write_elsewhere_keep_nothing(tmp_path: Path) -> None:
-    policy = kept_copy(tmp_path, Ranks(ranks=3, missing=1))
-    with pytest.raises(OSError, match="2 of 3 ranks of ref_logp have written to .*version_4"):
+@pytest.mark.parametrize("missing", [1, 3])
+def test_ranks_that_write_elsewhere_keep_nothing(tmp_path: Path, missing: int) -> None:
+    policy = kept_copy(tmp_path, Ranks(ranks=3, missing=missing))
+    with pytest.raises(OSError, match=f"{3 - missing} of 3 ranks of ref_logp have written to .*version_4"):
         policy.keep()
     assert policy.kept is None and contents(tmp_path) == {}
 

@@ -70,7 +70,7 @@ class PolicyCopy:
         folder = self._kept_in(self.version)
         try:
             self.group.save_reference(str(folder))
-            found, ranks = len(list(folder.iterdir())), len(self.group.workers)
+            found, ranks = len(list(folder.glob("*"))), len(self.group.workers)
             if found != ranks:
                 raise OSError(f"{found} of {ranks} ranks of {self.role} have written to {folder}")
         except Exception:
