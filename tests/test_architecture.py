@@ -89,7 +89,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/trainer/pipeline_run.py": WHOLE_JOB,
     "verl_bridge/trainer/verl_trainer.py": WHOLE_JOB,
     "verl_bridge/trainer/generation.py": WHOLE_JOB,
-    "verl_bridge/trainer/log_probs.py": "e2e/test_pools.py",
     "verl_bridge/trainer/startup.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
     "lab/bench/jobs/agent_loop.py": "e2e/test_bench.py",
@@ -466,10 +465,6 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 # Habits.
 
 
-TWO_THINGS: Mapping[str, str] = {"Answer": "weight_sync/answer.py is being renamed"}
-"""Names of types that may stand for two things for now."""
-
-
 def types_of(module: str) -> Iterator[str]:
     """Yield the public classes and the aliases of types that a module defines at its top."""
     for node in parse(module).body:
@@ -494,9 +489,7 @@ def test_a_type_name_stands_for_one_thing() -> None:
         for name in types_of(module):
             if name[0].isupper():
                 defined.setdefault(name, []).append(module)
-    twice = {name: modules for name, modules in defined.items() if len(modules) > 1}
-    assert {name: twice[name] for name in twice.keys() - TWO_THINGS.keys()} == {}
-    assert TWO_THINGS.keys() <= twice.keys(), "drop its line"
+    assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}
 
 
 def test_what_crosses_verls_loops_is_in_one_record() -> None:

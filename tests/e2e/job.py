@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.graph import GRAPH, OPTIONAL
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.lab.job import processes_with
+from recipe.async_pipeline.weight_sync.segment_names import PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = float(os.environ.get("ASYNC_PIPELINE_TEST_LIMIT_S", "540"))
@@ -149,6 +151,16 @@ def check_events(job: Job, *optional: str) -> None:
     assert set(audit.state.lanes.values()) == {StageState.DONE.name}
 
 
+def check_reference_returned(job: Job) -> None:
+    """Its workers have died once and computed again, and the run has left no copy of it on disk."""
+    again = [(event["event"], event["replica"]) for event in job.events() if "replica" in event]
+    assert [one for one in again if one[1] == "ref_logp"] == [
+        ("FENCED", "ref_logp"),
+        ("REJOINED", "ref_logp"),
+    ]
+    assert not (job.run_dir / "reference").exists()
+
+
 def processes_of(run_dir: Path) -> list[str]:
     """Pids and command lines of the processes of a job that are alive."""
     return [f"{found.pid}: {found.command[:120]}" for found in processes_with(MARK, str(run_dir))]
@@ -168,6 +180,26 @@ def kill_all(part: str, run_dir: Path) -> Action:
         assert found, f"no process of the job is called {part}"
         for pid in found:
             os.kill(pid, signal.SIGKILL)
+
+    return kill
+
+
+def kill_reference(run_dir: Path) -> Action:
+    """Return the SIGKILL of the one worker of a pool for `ref_logp`.
+
+    The training worker may have the same name, but only that one owns memory of versions.
+    """
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        workers = [
+            pid for name in ("WorkerDict", "PipelineWorker") for pid in pids_named(f"ray::{name}", run_dir)
+        ]
+        (reference,) = [
+            pid
+            for pid in workers
+            if not re.search(rf"{PREFIX}\w+-{pid}-", Path(f"/proc/{pid}/maps").read_text())
+        ]
+        os.kill(reference, signal.SIGKILL)
 
     return kill
 

@@ -28,6 +28,7 @@ from tests.e2e.job import (
     check_clean_end,
     interrupt,
     kill_all,
+    kill_reference,
     pids_named,
     processes_of,
     run_job,
@@ -223,12 +224,6 @@ def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
 def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    def kill_reference(process: subprocess.Popen[str]) -> None:
-        """verl gives it the name of the training worker, which is the one that has the arenas."""
-        workers = pids_named("WorkerDict", run_dir)
-        (reference,) = [pid for pid in workers if PREFIX not in Path(f"/proc/{pid}/maps").read_text()]
-        os.kill(reference, signal.SIGKILL)
-
     job = run_job(
         [
             *long_run(tmp_path),
@@ -242,7 +237,7 @@ def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, t
         tied_task,
         events=[
             Event(" 3/1000", kill_all("LogProbWorker", run_dir)),
-            Event("the workers of logp compute again", kill_reference),
+            Event("the workers of logp compute again", kill_reference(run_dir)),
             Event("the workers of ref_logp compute again", kill_all("RewardLoopWorker", run_dir)),
             *[Event("/1000 ") for _ in range(8)],
             Event("/1000 ", kill_all("PushAgentLoopWorker", run_dir)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from tests.e2e.job import (
     Job,
     check_clean_end,
     check_events,
+    check_reference_returned,
+    kill_reference,
     processes_of,
     run_job,
     smoke_command,
@@ -63,7 +65,9 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) -> Job:
+def train(
+    task: Path, folder: Path, strategy: str, steps: int, *overrides: str, events: Sequence[Event] = ()
+) -> Job:
     lag = LAGS[strategy]
     more = [f"trainer.v1.async_pipeline.staleness.max_lag={lag}"] if lag > 1 else []
     command = smoke_command(
@@ -73,7 +77,7 @@ def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) 
         *more,
         *overrides,
     )
-    return run_job(command, folder, task)
+    return run_job(command, folder, task, events=events)
 
 
 def check_trained(job: Job, strategy: str, steps: int) -> dict[str, Any]:
@@ -184,24 +188,27 @@ def test_killed_and_resumed_is_the_run_that_was_left_alone(
 
 @pytest.mark.nightly
 def test_log_probs_and_reference_on_their_own_devices(tied_task: Path, tmp_path: Path) -> None:
-    steps = 6
+    """New workers get the refreshed reference, which memory no longer holds."""
+    steps = 10
     job = train(
         tied_task,
         tmp_path / "run",
-        "n_step_ahead",
+        "one_step_off",
         steps,
         MEGATRON,
         "actor_rollout_ref.actor.use_kl_loss=true",
-        "trainer.v1.async_pipeline.training.ref_refresh_every=3",
+        "trainer.v1.async_pipeline.training.ref_refresh_every=5",
         *pools("train", "logp", "ref_logp", "generate"),
+        events=[Event(f" 7/{steps} ", kill_reference(tmp_path / "run"))],
     )
-    check_clean_end(job, "n_step_ahead", LAGS["n_step_ahead"], steps)
+    check_clean_end(job, "one_step_off", LAGS["one_step_off"], steps)
+    check_reference_returned(job)
     rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
-    assert [row.get("async_pipeline/version/ref_logp") for row in rows] == [None] * 3 + [3] * 3
+    assert [row.get("async_pipeline/version/ref_logp") for row in rows] == [None] * 5 + [5] * 5
     # Right after a refresh, reference and policy are one.
     kls = [abs(row["actor/kl_loss"]) for row in rows]
-    assert kls[0] < 1e-5 and kls[3] < 1e-5
-    assert kls[2] > 1e-4 and kls[5] > 1e-4
+    assert kls[0] < 1e-5 and kls[5] < 1e-5
+    assert kls[4] > 1e-4 and kls[9] > 1e-4
 
 
 @pytest.mark.nightly

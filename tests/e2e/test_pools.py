@@ -5,18 +5,29 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from recipe.async_pipeline.lab.gpu_kit.ladder import LOOP
 from tests import FAKES
 from tests.e2e.conftest import StartNodes
-from tests.e2e.job import Job, check_clean_end, check_events, run_job, smoke_command
+from tests.e2e.job import (
+    Event,
+    Job,
+    check_clean_end,
+    check_events,
+    check_reference_returned,
+    kill_reference,
+    run_job,
+    smoke_command,
+)
+from tests.e2e.weights import assert_same_weights
 
 pytestmark = pytest.mark.e2e
 
@@ -35,7 +46,15 @@ LR = "actor_rollout_ref.actor.optim.lr=6.0e-4"
 COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean")
 
 
-def run_layout(name: str, strategy: str, steps: int, task: Path, folder: Path, *overrides: str) -> Job:
+def run_layout(
+    name: str,
+    strategy: str,
+    steps: int,
+    task: Path,
+    folder: Path,
+    *overrides: str,
+    events: Sequence[Event] = (),
+) -> Job:
     devices, layout, _ = LAYOUTS[name]
     folder.mkdir(exist_ok=True)
     return run_job(
@@ -52,6 +71,7 @@ def run_layout(name: str, strategy: str, steps: int, task: Path, folder: Path, *
         ),
         folder / "run",
         task,
+        events=events,
     )
 
 
@@ -145,9 +165,13 @@ def make_adapters(task: Path, folder: Path) -> Path:
 @pytest.mark.nightly
 @pytest.mark.parametrize("trained", ["whole", "adapters"])
 def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path, trained: str) -> None:
-    """With seeded answers, and old log-probs of the trainer's own version wherever they are computed."""
+    """With seeded answers, and old log-probs of the trainer's own version wherever they are computed.
+
+    Nor does the death of a refreshed reference, two versions after its own, which memory no longer holds.
+    """
+    steps, refresh = 8, 4
     compared: tuple[str, ...] = tuple(LAYOUTS)
-    more: tuple[str, ...] = (LR,)
+    more: tuple[str, ...] = (LR, f"trainer.v1.async_pipeline.training.ref_refresh_every={refresh}")
     if trained == "adapters":
         path = make_adapters(tied_task, tmp_path / "adapters")
         compared = ("shared", "apart")
@@ -160,15 +184,24 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path, trained: 
         "trainer.v1.async_pipeline.training.old_logp=trainer",
         *more,
     )
-    losses = {}
+    losses, references = {}, []
     for name in compared:
         apart = LAYOUTS[name][2]
-        job = run_layout(name, "on_policy", 6, tied_task, tmp_path / name.replace(" ", "_"), *seeded)
-        check_clean_end(job, "on_policy", 0, 6)
+        folder = tmp_path / name.replace(" ", "_")
+        saves = ("trainer.save_freq=6", f"trainer.default_local_dir={folder / 'checkpoints'}")
+        dies = trained == "whole" and name == "apart"
+        kill = [Event(f" {refresh + 2}/{steps} ", kill_reference(folder / "run"))] if dies else []
+        job = run_layout(name, "on_policy", steps, tied_task, folder, *seeded, *saves, events=kill)
+        check_clean_end(job, "on_policy", 0, steps)
         check_events(job, "ref_logp")
         check_pools(job, apart)
+        if dies:
+            check_reference_returned(job)
         rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
-        assert [row["async_pipeline/version/old_logp"] for row in rows] == list(range(6))
+        assert [row["async_pipeline/version/old_logp"] for row in rows] == list(range(steps))
+        if trained == "whole":
+            checkpoint = folder / "checkpoints" / "global_step_6"
+            references.append(load_file(checkpoint / "reference" / "rank_0_of_1.safetensors"))
         assert max(abs(row["rollout_corr/kl"]) for row in rows) < 0.005
         losses[name] = [{metric: float(row[metric]) for metric in COMPARED} for row in rows]
     # The reference is not the trained policy, also where it is that model without its adapters.
@@ -178,6 +211,8 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path, trained: 
     for name in compared[1:]:
         for step, (found, wanted) in enumerate(zip(losses[name], losses["shared"], strict=True), start=1):
             assert found == pytest.approx(wanted, abs=1e-5, rel=1e-5), (name, step)
+    for found in references[1:]:
+        assert_same_weights(found, references[0])
 
 
 @pytest.mark.nightly
@@ -246,13 +281,17 @@ def test_ppo_learns_with_its_own_critic(tied_task: Path, tmp_path: Path) -> None
 
 @pytest.mark.nightly
 def test_a_reference_takes_published_adapters(tied_task: Path, tmp_path: Path) -> None:
-    """At first it is the base; right after a refresh, reference and policy are one."""
-    refresh = "trainer.v1.async_pipeline.training.ref_refresh_every=3"
-    job = run_layout("apart", "n_step_ahead", 6, tied_task, tmp_path, refresh, *ADAPTERS)
-    check_clean_end(job, "n_step_ahead", 3, 6)
+    """At first it is the base; right after a refresh, reference and policy are one. New workers get the
+    refreshed one.
+    """
+    refresh = "trainer.v1.async_pipeline.training.ref_refresh_every=5"
+    kill = Event(" 7/10 ", kill_reference(tmp_path / "run"))
+    job = run_layout("apart", "one_step_off", 10, tied_task, tmp_path, refresh, *ADAPTERS, events=[kill])
+    check_clean_end(job, "one_step_off", 1, 10)
     check_pools(job, LAYOUTS["apart"][2])
+    check_reference_returned(job)
     rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
-    assert [row.get("async_pipeline/version/ref_logp") for row in rows] == [None] * 3 + [3] * 3
+    assert [row.get("async_pipeline/version/ref_logp") for row in rows] == [None] * 5 + [5] * 5
     kls = [abs(row["actor/kl_loss"]) for row in rows]
-    assert kls[0] < 1e-5 and kls[3] < 1e-5
-    assert kls[2] > 1e-4 and kls[5] > 1e-4
+    assert kls[0] < 1e-5 and kls[5] < 1e-5
+    assert kls[4] > 1e-4 and kls[9] > 1e-4

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import part_of, unfused
+from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import part_of, published
 
 # Heads of 32, the smallest that vLLM's CPU kernels have.
 SIZES = {
@@ -111,22 +111,6 @@ def train(model: Any, seed: int) -> dict[str, torch.Tensor]:
     parts = [
         part
         for name, tensor in tensors.items()
-        for part in unfused(part_of(name, tensor), model.config.model_type)
+        for part in published(part_of(name, tensor), model.config.model_type)
     ]
-    rename = _MIXTRAL if model.config.model_type == "mixtral" else {}
-    return {_renamed(part.name, rename): part.values for part in parts if part.values is not None}
-
-
-_MIXTRAL = {
-    ".mlp.": ".block_sparse_moe.",
-    ".gate_proj.": ".w1.",
-    ".down_proj.": ".w2.",
-    ".up_proj.": ".w3.",
-}
-"""From transformers' names to the ones of checkpoints, which engines load."""
-
-
-def _renamed(name: str, rename: dict[str, str]) -> str:
-    for old, new in rename.items():
-        name = name.replace(old, new)
-    return name
+    return {part.name: part.values for part in parts if part.values is not None}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publish the adapters of a model that FSDP2 shards, as one of several ranks.
+"""Publish and save the adapters of a model that FSDP2 shards, as one of several ranks.
 
 Each rank prints a line for each tensor that arrives elsewhere with other values.
 """
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, assembled, held_by
+from recipe.async_pipeline.verl_bridge.workers.training_worker import PipelineWorker
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
@@ -33,8 +34,16 @@ def make_engine(mesh: Any) -> Any:
     fully_shard(module, mesh=mesh)
     engine = object.__new__(FSDPEngine)
     engine.module, engine._qat_enabled = module, False
+    engine.engine_config = SimpleNamespace(strategy="fsdp2")
     engine.model_config = SimpleNamespace(lora={}, hf_config=SimpleNamespace(model_type="qwen2"))
     return engine
+
+
+def worker_of(engine: Any, rank: int, count: int) -> Any:
+    """Return a worker of a pool for the reference, with this model."""
+    worker: Any = object.__new__(PipelineWorker)
+    worker._rank, worker._world_size, worker.ref = rank, count, SimpleNamespace(engine=engine)
+    return worker
 
 
 def whole(engine: Any) -> dict[str, torch.Tensor]:
@@ -70,6 +79,15 @@ def run_rank(rank: int, *, count: int, file: str) -> None:
         expected = wanted[name] if ".lora_" in name else before[name]
         if not torch.equal(value, expected):
             sys.stdout.write(f"{name} was not loaded: {value} instead of {expected}\n")
+
+    # New workers load what the ranks have saved.
+    fresh = make_engine(mesh)
+    worker_of(copy, rank, count).save_reference(f"{file}-saved")
+    worker_of(fresh, rank, count).load_reference(f"{file}-saved")
+    loaded = whole(copy)
+    for name, value in whole(fresh).items():
+        if not torch.equal(value, loaded[name]):
+            sys.stdout.write(f"{name} was not saved: {value} instead of {loaded[name]}\n")
 
     # Ranks on several hosts publish whole tensors: the same names and values.
     tensors, adapter = assembled(trained)

@@ -103,7 +103,8 @@ class TrainingConfig:
     logp_pool (version s-2, computed while step s-1 trains; requires a pool for logp). Default: logp_pool
     where logp has its own pool and max_lag is above 0, else trainer."""
     ref_refresh_every: Annotated[int, Bounds(least=0, remedy="0 is never")] = 0
-    """Optimizer steps after which the trained policy replaces the reference policy; 0 is never."""
+    """Optimizer steps after which the trained policy replaces the reference policy; 0 is never. With a pool
+    for ref_logp, the newest reference is also saved in the run directory."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)

@@ -57,11 +57,11 @@ def published_weights(model: str) -> dict[str, torch.Tensor]:
     """Return what a trainer publishes of a checkpoint: experts one by one."""
     from transformers import AutoModelForCausalLM
 
-    from .workers.fsdp_shards import part_of, unfused
+    from .workers.fsdp_shards import part_of, published
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     wholes = (part_of(name, value) for name, value in loaded.state_dict().items())
-    parts = [part for whole in wholes for part in unfused(whole, loaded.config.model_type)]
+    parts = [part for whole in wholes for part in published(whole, loaded.config.model_type)]
     return {part.name: part.values for part in parts if part.values is not None}
 
 

@@ -147,6 +147,41 @@ def test_other_tensors_stay_as_they_are(
     assert list(load(PARTS).unfused(part, model_type)) == [part]
 
 
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+}
+"""Of small models; transformers ignores the ones that a model does not have."""
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "minimax", "minimax_m2", "phimoe", "qwen3"]
+)
+def test_tensors_are_published_as_checkpoints_have_them(load: Load, model_type: str, tmp_path: Path) -> None:
+    """Engines load no other names."""
+    transformers = load("transformers")
+    config = transformers.AutoConfig.for_model(model_type, **SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    saved = load("safetensors.torch").load_file(tmp_path / "model.safetensors")
+    parts = [
+        part
+        for name, tensor in model.state_dict().items()
+        for part in load(PARTS).published(load(PARTS).part_of(name, tensor), model_type)
+    ]
+    assert {part.name for part in parts} == saved.keys()
+    assert all(torch.equal(part.values, saved[part.name]) for part in parts)
+
+
 def test_other_engines_assemble_their_tensors(load: Load) -> None:
     assert load(PARTS).held_by(SimpleNamespace(module=torch.nn.Linear(2, 2))) is None
     fsdp = load("verl.workers.engine.fsdp.transformer_impl").FSDPEngine

@@ -209,7 +209,7 @@ class Checkpointing:
         if self._critic_group is not None:
             self._critic_group.save_checkpoint(str(folder / CRITIC), None, step, max_ckpt_to_keep=None)
         if state.reference is not None:
-            self._copies["ref_logp"].group.save_reference(str(folder / REFERENCE))
+            self._copies["ref_logp"].save(state.reference, folder / REFERENCE)
 
 
 def load_models(restored: Restored, actor_group: Any, critic_group: Any | None) -> None:

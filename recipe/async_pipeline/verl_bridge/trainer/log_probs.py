@@ -2,12 +2,15 @@
 """Old and reference log-probs, on the training workers or on workers with separate devices.
 
 The latter are copies of the policy (`PolicyCopy`), which load a version from the arenas. They are restarted
-if they die.
+if they die. A refreshed reference outlives its version in the arenas, so it is kept on disk for that case;
+on the training devices it is not, because a run does not survive the death of their workers.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +31,7 @@ from ..workers.log_prob_group import end_group, has_adapters, retry_on_actor_dea
 from ..workers.policy_copy import PolicyCopy
 from ..workers.training_worker import REF_COLUMN
 from .calls import BlockingCalls
+from .checkpointing import is_full
 from .terminal import say
 from .verl_stages import VerlStages
 from .weight_publisher import WeightPublisher
@@ -48,11 +52,13 @@ class LogProbs:
         pools: Callable[[], dict[str, Any]],
         old_group: Any | None,
         reference_group: Any | None,
+        folder: Path,
         note: Callable[..., object],
     ) -> None:
         """`pools` returns verl's resource pools by name. `old_group` has the workers of a pool for `logp`.
 
-        `note(stage, event, **fields)` logs an event. Blocks on Ray calls.
+        `folder` is for a reference that is kept on disk. `note(stage, event, **fields)` logs an event. Blocks
+        on Ray calls.
         """
         self._config, self._placement, self._schedule = config, placement, schedule
         self._stages, self._calls, self._publisher, self._pools = stages, calls, publisher, pools
@@ -63,9 +69,9 @@ class LogProbs:
         self.copies: dict[str, PolicyCopy] = {}
         """Copies of the policy that hold published versions, by stage."""
         if old_group is not None:
-            self._set_copy("logp", old_group)
+            self._add_copy(PolicyCopy("logp", old_group))
         if schedule.ref_refresh_every:
-            self._set_copy("ref_logp", reference_group)
+            self._add_copy(PolicyCopy("ref_logp", reference_group, folder))
 
     async def old(self, batch: StepBatch) -> StepBatch:
         """Add the log-probs of the policy that the schedule chooses."""
@@ -119,12 +125,45 @@ class LogProbs:
         return done.with_results(old_log_prob_load=loaded_s)
 
     async def _from_reference(self, batch: StepBatch) -> StepBatch:
-        policy, loaded_s = self.copies.get("ref_logp"), 0.0
+        policy, loaded_s, kept_s = self.copies.get("ref_logp"), 0.0, 0.0
         if policy is not None:
             loaded_s = await self._publisher.load_into(policy, self._schedule.reference(batch.step))
+            # Before the batch is trained, since the second version after that takes the place in memory.
+            kept_s = await self._calls(self.keep_reference)
         stage = self._stages.at(batch.step)._compute_ref_log_prob
         done = await self._stages.run_on_workers(batch, stage, "ref")
-        return done.with_results(ref_load=loaded_s)
+        return done.with_results(ref_load=loaded_s, ref_save=kept_s)
+
+    def keep_reference(self) -> float:
+        """Keep a refreshed reference on disk, once, and return the seconds that this took. Blocks.
+
+        If the disk is full, the run continues; it ends if the workers die while they need that reference.
+        """
+        policy = self.copies["ref_logp"]
+        version, own_pool = policy.version, self._placement.own_pool_of("ref_logp")
+        if version is None or own_pool is None or version in (policy.kept, policy.not_kept):
+            return 0.0
+        if self._schedule.reference(version + 2) != version:
+            return 0.0  # It is used for a single step: no checkpoint needs it.
+
+        started = time.perf_counter()
+        try:
+            policy.keep()
+        except Exception as error:
+            if not is_full(error):
+                raise
+            if policy.not_kept is None:
+                say(
+                    f"WARNING: the reference, version {version}, cannot be kept on disk; the run continues, "
+                    f"but ends if a worker of ref_logp dies: {one_line(error)}"
+                )
+            policy.not_kept, policy.reason = version, one_line(error)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Delete what was kept on disk for restarts. Blocks."""
+        for policy in self.copies.values():
+            policy.forget()
 
     async def _with_restarts(self, stage: str, work: Callable[[], Awaitable[StepBatch]]) -> StepBatch:
         """Run `work` again on new workers if workers with separate devices die."""
@@ -148,11 +187,12 @@ class LogProbs:
         if stage == "ref_logp":
             self.reference_group = group
         if stage in self.copies:
-            self._set_copy(stage, group)
+            self.copies[stage].restarted(group)
+            self._add_copy(self.copies[stage])
 
-    def _set_copy(self, stage: str, group: Any) -> None:
-        self._publisher.rollout_pool.has_copy(stage, nodes_of(group.workers))
-        self.copies[stage] = PolicyCopy(stage, group)
+    def _add_copy(self, policy: PolicyCopy) -> None:
+        self._publisher.rollout_pool.has_copy(policy.role, nodes_of(policy.group.workers))
+        self.copies[policy.role] = policy
 
 
 def nodes_of(workers: Sequence[Any]) -> list[str]:

@@ -81,7 +81,7 @@ from .weight_publisher import WeightPublisher
 KEPT_RECORDS = 10_000
 """Number of events kept in memory; `events.jsonl` has all of them."""
 CLOSE_S = 5.0
-"""Seconds for the workers to unlink their shared memory at the end."""
+"""Seconds for the workers to unlink their shared memory, and to delete a kept reference, at the end."""
 TRACE_S = 60.0
 """Seconds for writing the trace of the run; after a timeout, `async-pipeline report` can write it later."""
 
@@ -167,10 +167,12 @@ class PipelineRun:
             pools=lambda: self.verl.resource_pool_manager.resource_pool_dict,
             old_group=self.startup.group_of("logp"),
             reference_group=self.startup.group_of("ref_logp") or getattr(self.verl, "ref_policy_wg", None),
+            folder=self.runtime.run_dir / "reference",
             note=self._note,
         )
         if self._restored is not None and "ref_logp" in self.log_probs.copies:
             load_reference(self._restored, self.log_probs.copies["ref_logp"])
+            self.log_probs.keep_reference()
         replicas, name = len(self.rollout_pool.replicas), self.config.actor_rollout_ref.rollout.name
         say(f"{replicas} rollout replica(s) are up ({name})")
 
@@ -184,7 +186,8 @@ class PipelineRun:
         finally:
             # Also after a failure, but without waiting for a worker that may be stuck.
             trace = self.calls.submit(leave_trace, self.folder.path, say)
-            wait([self.calls.submit(self.verl.actor_rollout_wg.close_arenas)], timeout=CLOSE_S)
+            ends = (self.verl.actor_rollout_wg.close_arenas, self.log_probs.close)
+            wait([self.calls.submit(end) for end in ends], timeout=CLOSE_S)
             wait([trace], timeout=TRACE_S)
             self.calls.close()
 

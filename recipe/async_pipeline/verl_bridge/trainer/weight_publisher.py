@@ -72,19 +72,23 @@ class WeightPublisher:
     async def load_into(self, policy: PolicyCopy, version: int | None) -> float:
         """Load a version into a copy of the policy, unless it has it, and return the seconds that this took.
 
-        Raises WeightSyncError if the version is no longer in an arena.
+        Raises WeightSyncError if the version is neither in an arena nor kept on disk.
         """
         if version is None or version == policy.version:
             return 0.0
-        if version not in self._tickets:
+        started = time.perf_counter()
+        if version in self._tickets:
+            ticket = self._tickets[version]
+            memories = self.rollout_pool.memories_for(ticket)
+            await self._calls(policy.load, ticket, memories, self._load_timeout_s)
+        elif version == policy.kept:
+            await self._calls(policy.load_kept)
+        else:
+            lost = f" and could not be kept on disk ({policy.reason})" if version == policy.not_kept else ""
             raise WeightSyncError(
-                f"{policy.role} needs version {version}, which is no longer in memory; resume from a "
+                f"{policy.role} needs version {version}, which is no longer in memory{lost}; resume from a "
                 "checkpoint"
             )
-        started = time.perf_counter()
-        ticket = self._tickets[version]
-        memories = self.rollout_pool.memories_for(ticket)
-        await self._calls(policy.load, ticket, memories, self._load_timeout_s)
         return time.perf_counter() - started
 
     def metrics(self) -> dict[str, float]:

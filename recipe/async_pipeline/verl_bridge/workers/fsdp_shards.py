@@ -8,7 +8,7 @@ tensor it holds, so it copies that block into memory of its host, and no tensor 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,21 @@ from ...weight_sync.ranks import T
 from .shards import Assembled, Held
 
 _FUSED_GATE_UP, _FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+_OF_MIXTRAL = (
+    (".mlp.", ".block_sparse_moe."),
+    (".gate_proj.", ".w1."),
+    (".down_proj.", ".w2."),
+    (".up_proj.", ".w3."),
+)
+IN_CHECKPOINTS: Mapping[str, Sequence[tuple[str, str]]] = {
+    "mixtral": _OF_MIXTRAL,
+    "minimax": _OF_MIXTRAL,
+    "minimax_m2": _OF_MIXTRAL,
+    "phimoe": (*_OF_MIXTRAL, (".router.", ".gate.")),
+}
+"""Parts of names that transformers changes when it loads a checkpoint of these models, and what they were.
+Engines load the names of checkpoints; verl undoes only the fusion of experts.
+"""
 
 
 class TrainingRanks:
@@ -82,7 +97,7 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
     weights = convert_weight_keys(module.state_dict(), module)
     model_type = engine.model_config.hf_config.model_type
     parts = [part_of(*named, replicated=replicated) for named in weights.items()]
-    return Held([part for whole in parts for part in unfused(whole, model_type)], None)
+    return Held([part for whole in parts for part in published(whole, model_type)], None)
 
 
 def assembled(engine: Any) -> Assembled:
@@ -93,8 +108,10 @@ def assembled(engine: Any) -> Assembled:
     module = engine.module
     if not hasattr(module, "peft_config") or engine.model_config.lora.get("merge", False):
         weights, _ = engine.get_per_tensor_param()
+        model_type = engine.model_config.hf_config.model_type
         # verl leaves fused experts as they are only where it merges adapters.
-        return Assembled(unfuse_moe_params(weights, engine.model_config.hf_config.model_type), None)
+        whole = unfuse_moe_params(weights, model_type)
+        return Assembled(((in_checkpoint(name, model_type), tensor) for name, tensor in whole), None)
     if fsdp_version(module) != 2:
         raise WeightSyncError("LoRA adapters can be published without their base with fsdp2 only; set it")
     tensors = adapter_of(module).items()
@@ -140,6 +157,19 @@ def _block(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tu
     if isinstance(place, BlockPlacement):
         return tuple(place.global_offset), contributes
     return (0,) * len(shape), mesh.get_coordinate() is not None and not any(mesh.get_coordinate())
+
+
+def published(part: HeldBlock, model_type: str) -> Iterator[HeldBlock]:
+    """Return a part of a tensor of transformers as the parts of tensors that engines load."""
+    for one in unfused(part, model_type):
+        yield one._replace(name=in_checkpoint(one.name, model_type))
+
+
+def in_checkpoint(name: str, model_type: str) -> str:
+    """Return the name that a tensor has in checkpoints."""
+    for here, there in IN_CHECKPOINTS.get(model_type, ()):
+        name = name.replace(here, there)
+    return name
 
 
 def unfused(part: HeldBlock, model_type: str) -> Iterator[HeldBlock]:

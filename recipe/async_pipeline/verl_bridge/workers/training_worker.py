@@ -171,10 +171,11 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         """Save this rank's shard of the forward-only model."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         tensors = {
-            part.name: part.values.detach().cpu().clone()
+            part.name: part.values.detach().cpu().clone(memory_format=torch.contiguous_format)
             for part in self._forward_only().parts
             if part.values is not None
         }
+        offload_again(self.ref.engine)
         save_file(tensors, self._file_of_rank(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -189,6 +190,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         with torch.no_grad():
             for name, values in parts.items():
                 values.detach().copy_(saved[name])
+        offload_again(self.ref.engine)
 
     def _file_of_rank(self, folder: str) -> str:
         return str(Path(folder) / f"rank_{self.rank}_of_{self.world_size}.safetensors")
