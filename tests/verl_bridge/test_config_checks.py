@@ -37,8 +37,11 @@ def test_tensor_parallelism_must_divide_the_devices(
         launch.checked(config)
 
 
-def test_a_replica_is_within_a_node_or_takes_whole_ones(launch: ModuleType, smoke: Smoke) -> None:
-    nodes = {f"{ROLLOUT}.nnodes": 2, "ray_kwargs.ray_init.num_gpus": None}
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_replica_is_within_a_node_or_takes_whole_ones(
+    launch: ModuleType, smoke: Smoke, engine: str
+) -> None:
+    nodes = {f"{ROLLOUT}.name": engine, f"{ROLLOUT}.nnodes": 2, "ray_kwargs.ray_init.num_gpus": None}
     tp = f"{ROLLOUT}.tensor_model_parallel_size"
     for node, size, why in (
         (8, 12, "must be a multiple of the 8 rollout devices of a node if .* got 12; set it to 8 or 16"),
@@ -48,22 +51,6 @@ def test_a_replica_is_within_a_node_or_takes_whole_ones(launch: ModuleType, smok
             launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": node, tp: size}))
     for node, size in ((8, 4), (8, 16), (1, 2)):
         launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": node, tp: size}))
-
-
-def test_a_replica_of_sglang_is_within_a_node(launch: ModuleType, smoke: Smoke) -> None:
-    changes = {
-        f"{ROLLOUT}.name": "sglang",
-        f"{ROLLOUT}.nnodes": 2,
-        f"{ROLLOUT}.n_gpus_per_node": 1,
-        f"{ROLLOUT}.tensor_model_parallel_size": 2,
-        "ray_kwargs.ray_init.num_gpus": None,
-    }
-    with pytest.raises(
-        ConfigError,
-        match="must be at most the 1 rollout devices of a node with .*=sglang, got 2: its replicas over "
-        "several nodes are not supported yet; set it to 1, or use vllm",
-    ):
-        launch.checked(smoke(changes))
 
 
 def test_a_micro_batch_that_does_not_divide_a_batch_is_refused(launch: ModuleType, smoke: Smoke) -> None:

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 from ..config.adapters import adapter_rank
-from ..config.divisibility import check_replicas, divisor_below
+from ..config.divisibility import check_replicas
 from ..config.paths import OWN
-from ..config.placement import Placement, Pool
+from ..config.placement import Placement
 from ..config.refusals import Settings, refuse
 from ..config.schema import AsyncPipelineConfig
 from ..config.verl_options import ADAPTERS, REWARD_MODEL, RULES, WITH_CRITIC, WITHOUT_CRITIC
@@ -83,7 +83,6 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
         # Otherwise the next try would fail for this reason.
         devices += f", and ray_kwargs.ray_init.num_gpus={needed + more}"
     check_replicas(generate, tp, f"{ROLLOUT}.tensor_model_parallel_size", devices)
-    _check_nodes_of_a_replica(config, generate, tp)
     _check_fleet(generate.devices // tp, knobs.fleet.max_replicas)
 
     refuse(WITHOUT_CRITIC if placement.pool_of("critic") is None else WITH_CRITIC, Settings(config))
@@ -98,17 +97,6 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
         )
 
     _check_loads(config, placement, knobs)
-
-
-def _check_nodes_of_a_replica(config: DictConfig, generate: Pool, tp: int) -> None:
-    """Raises ConfigError if a replica takes several nodes, which is not supported with every engine."""
-    node, engine = max(generate.per_node), config.actor_rollout_ref.rollout.name
-    if tp > node and engine != "vllm":
-        raise ConfigError(
-            f"{ROLLOUT}.tensor_model_parallel_size must be at most the {node} rollout devices of a node with "
-            f"{ROLLOUT}.name={engine}, got {tp}: its replicas over several nodes are not supported yet; set "
-            f"it to {divisor_below(node, tp)}, or use vllm"
-        )
 
 
 def _check_fleet(replicas: int, most: int) -> None:

@@ -92,6 +92,14 @@ def test_another_error_of_ray_is_raised_at_once(hosts: TwoHosts, monkeypatch: py
 
 
 @root_only
+def test_a_command_that_takes_too_long_has_failed(hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the start of Ray is repeated, also if it takes too long without an error of Ray."""
+    monkeypatch.setattr(two_hosts, "LIMIT_S", 0.5)
+    with pytest.raises(JobFailed, match=rf"sleep on 10\.77\.0\.1 {two_hosts.SLOW_START} after 0\.5 s"):
+        hosts.first.run("sleep", "100")
+
+
+@root_only
 def test_a_lost_host_has_no_processes(hosts: TwoHosts) -> None:
     sleeper = subprocess.Popen([*hosts.second.prefix, "sleep", "100"])
     until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n", "the process to run there")

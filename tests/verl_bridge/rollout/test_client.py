@@ -255,6 +255,18 @@ def test_a_request_to_an_empty_pool_waits_for_a_replica(module: ModuleType, deat
     assert balancer.requested == ["a", "b"]
 
 
+def test_a_worker_that_saw_no_death_waits_for_a_replica_too(module: ModuleType) -> None:
+    """It replaces one that was lost together with the last replica."""
+    balancer = Balancer()
+
+    async def main() -> Any:
+        asyncio.get_running_loop().call_later(WAIT_S / 4, balancer.servers.update, {"b": well})
+        return await client_of(module, balancer).generate("r", prompt_ids=[1], sampling_params={})
+
+    assert asyncio.run(main()).token_ids == [1]
+    assert balancer.requested == ["b"]
+
+
 def test_a_request_that_kills_every_replica_is_not_retried_forever(module: ModuleType) -> None:
     balancer = Balancer()
 

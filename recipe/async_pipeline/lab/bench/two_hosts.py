@@ -25,8 +25,10 @@ from .workload import CONFIGS
 PORT = 6399
 LIMIT_S = 120.0
 """Deadline of a command that sets up a host, such as the start of its Ray node."""
-SLOW_START, STARTS = "timed out during startup", 3
-"""Ray gives a node 30 s to start, which cannot be changed: the text of its error, and how often to try."""
+SLOW_START, STARTS = "timed out", 3
+"""Ray gives a node 30 s to start, which cannot be changed: the text of its error and of a command that takes
+too long, and how often to try.
+"""
 SHM_SIZE = "4g"
 """Shared memory of each host."""
 WAIT_S = 0.2
@@ -83,15 +85,20 @@ class Host:
         return ["nsenter", "-t", str(self.pid), "-m", "-n", f"--wd={CONFIGS.parent}"]
 
     def run(self, *command: str) -> None:
-        """Run a command to its end, with the CPU settings of jobs. Raises JobFailed if it fails."""
-        done = subprocess.run(
-            [*self.prefix, *with_cpu_settings(command)],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env=self._environment,
-            check=False,
-        )
+        """Run a command to its end, with the CPU settings of jobs. Raises JobFailed if it fails or takes
+        longer than `LIMIT_S`.
+        """
+        try:
+            done = subprocess.run(
+                [*self.prefix, *with_cpu_settings(command)],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                env=self._environment,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise JobFailed(f"{command[0]} on {self.address} {SLOW_START} after {LIMIT_S:g} s") from None
         if done.returncode:
             raise JobFailed(f"{command[0]} on {self.address}: {(done.stdout + done.stderr)[-2000:]}")
 

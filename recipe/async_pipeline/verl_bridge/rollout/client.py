@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 1.0
 """Age at which the list of replicas is refreshed, in the background."""
 NONE_LEFT = "No available servers"
-"""Part of the balancer's message when it has no replica; the cause is the death of the last one."""
+"""Part of the balancer's message when it has no replica; the cause is the death of the last one, which this
+process need not have seen: it may be the replacement of a worker that was lost together with the replica.
+"""
 DEATHS = 5
 """Give up on a request after this many consecutive replica deaths: the request itself may cause them."""
 ENGINE_DEAD = "EngineDeadError"
@@ -76,8 +78,9 @@ class PipelineLLMClient(LLMServerClient):
 
         Raises WaitTimeout if a turn of a training episode takes longer than it may, and the engine's error if
         it refuses the request; both cost the episode.
-        Raises the error that the last replica died of if none returns in time, or if `DEATHS` replicas
-        died during this request. Other errors propagate at once.
+        Raises the error that the last replica died of, or the balancer's if this process saw none die, if
+        none returns in time, or if `DEATHS` replicas died during this request. Other errors propagate at
+        once.
         """
         started, attempt = time.perf_counter(), current_attempt()
         if self._sessions_reuse and (turns := taken_turns()):
@@ -162,7 +165,7 @@ class PipelineLLMClient(LLMServerClient):
                     elif isinstance(cause_of(error), VersionNotServed):
                         # It left the rotation after the list of replicas was made.
                         await self._avoid(self._server_of[request_id])
-                    elif NONE_LEFT not in str(cause_of(error)) or self._last_death is None:
+                    elif NONE_LEFT not in str(cause_of(error)):
                         raise
                     if deaths == DEATHS or not await self._any_replica_serves():
                         raise self._last_death or error from error
