@@ -23,6 +23,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.models.utils import WeightsMapper
 
 from ....errors import ProofError, WeightSyncError
 from ....weight_sync.copy_plan import view_of
@@ -42,6 +43,12 @@ def keep_weights_unpacked() -> None:
     """Make vLLM's CPU linear layers use their weight unpacked. Call it before the model is built."""
     vllm_ops._supports_onednn = False
     vllm_layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def name_renames_as_verl_does() -> None:
+    """verl's loader of adapters calls a method of the mapper that vLLM 0.32 has renamed."""
+    if not hasattr(WeightsMapper, "get_unstacked_mapper") and hasattr(WeightsMapper, "get_rename_mapper"):
+        WeightsMapper.get_unstacked_mapper = WeightsMapper.get_rename_mapper
 
 
 class VllmAdapter(RecordingAdapter):
@@ -120,6 +127,7 @@ class VllmAdapter(RecordingAdapter):
 
     def load_adapter(self, manifest: Manifest, config: str) -> None:
         """Replace the previous adapter, under the name that verl's server requests."""
+        name_renames_as_verl_does()
         self._worker.remove_lora(VLLM_LORA_INT_ID)
         request = TensorLoRARequest(
             lora_name=VLLM_LORA_NAME,
