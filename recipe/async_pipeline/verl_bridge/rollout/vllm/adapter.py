@@ -47,8 +47,9 @@ def keep_weights_unpacked() -> None:
 
 def name_renames_as_verl_does() -> None:
     """verl's loader of adapters calls a method of the mapper that vLLM 0.32 has renamed."""
-    if not hasattr(WeightsMapper, "get_unstacked_mapper") and hasattr(WeightsMapper, "get_rename_mapper"):
-        WeightsMapper.get_unstacked_mapper = WeightsMapper.get_rename_mapper
+    mapper: Any = WeightsMapper  # neither name is required of an engine: 0.24 has none, and verl knows it
+    if not hasattr(mapper, "get_unstacked_mapper") and hasattr(mapper, "get_rename_mapper"):
+        mapper.get_unstacked_mapper = mapper.get_rename_mapper
 
 
 class VllmAdapter(RecordingAdapter):
