@@ -3,7 +3,7 @@
 # Set up a CPU machine: .venv with the locked stack, verl fetched and patched, both importable.
 #
 #   bash run_scripts/setup.sh
-#   bash run_scripts/setup.sh --engine vllm-0.32   .cache/engines/vllm-0.32 instead of .venv: the same stack with another
+#   bash run_scripts/setup.sh --engine vllm-0.32   .cache/venvs/vllm-0.32 instead of .venv: the same stack with another
 #                                                  release of an engine (run_scripts/engines/)
 #
 # A step is skipped if its inputs have not changed, so a second run takes a second or two. Settings:
@@ -42,7 +42,7 @@ ONE_AT_A_TIME="$STAMPS/lock"
 STEPS=6
 cd "$ROOT"
 if [ -n "$ENGINE" ]; then
-  VENV="$ROOT/.cache/engines/$ENGINE"
+  VENV="$ROOT/.cache/venvs/$ENGINE"
   STAMPS="$STAMPS/$ENGINE"
 fi
 LOG="$STAMPS/setup.log"

@@ -119,7 +119,8 @@ def test_setup_refuses_an_engine_that_it_does_not_have() -> None:
     command = ["bash", str(script), "--engine", "vllm-0.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
-    assert "--engine must be one of vllm-0.32, got 'vllm-0.1'" in done.stderr
+    releases = sorted(path.stem for path in (REPOSITORY / "run_scripts" / "engines").glob("*.txt"))
+    assert f"--engine must be one of {' '.join(releases)}, got 'vllm-0.1'" in done.stderr
 
 
 def test_the_virtual_environment_of_an_agent_is_made_once_for_its_requirements(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other releases of vLLM than the locked one, as real engines in their own environments."""
+"""Other releases of the engines than the locked ones, as real engines in their own environments."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,44 +14,63 @@ from tests import REPOSITORY
 from tests.e2e.job import check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
-RELEASES = sorted(path.stem for path in (REPOSITORY / "run_scripts" / "engines").glob("vllm-*.txt"))
+RELEASES = sorted(path.stem for path in (REPOSITORY / "run_scripts" / "engines").glob("*.txt"))
+LACKS = {"vllm-0.24": ("packs experts at its first load", "no table of a drafter's names")}
+"""Why tests of a release are skipped."""
 STEPS = 5
 
 
+class Release(NamedTuple):
+    name: str
+    python: Path
+    """The interpreter of its environment."""
+
+    @property
+    def engine(self) -> str:
+        return self.name.partition("-")[0]
+
+
 @pytest.fixture(scope="module", params=RELEASES)
-def interpreter(request: pytest.FixtureRequest) -> Path:
-    """Return the interpreter of a release's environment, which is made on first use."""
-    release: str = request.param
+def release(request: pytest.FixtureRequest) -> Release:
+    """Return a release, whose environment is made on first use."""
+    name: str = request.param
     setup = REPOSITORY / "run_scripts" / "setup.sh"
     done = subprocess.run(
-        ["bash", str(setup), "--engine", release], cwd=REPOSITORY, capture_output=True, text=True
+        ["bash", str(setup), "--engine", name], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return REPOSITORY / ".cache" / "engines" / release / "bin" / "python"
+    return Release(name, REPOSITORY / ".cache" / "venvs" / name / "bin" / "python")
 
 
-def test_adapter_layout_and_proof_pass(interpreter: Path) -> None:
-    """The engine tests of vLLM, with real engines and vLLM's own models and loaders."""
-    chosen = ["-m", "real_engine and not nightly", "tests/verl_bridge/rollout/vllm"]
+def test_adapter_layout_and_proof_pass(release: Release) -> None:
+    """The engine tests, with real engines and the engine's own models and loaders."""
+    chosen = ["-m", "real_engine and not nightly", f"tests/verl_bridge/rollout/{release.engine}"]
     done = subprocess.run(
-        [str(interpreter), "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
+        [str(release.python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *chosen],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    lacks = LACKS.get(release.name, ())
+    assert " passed" in done.stdout and all(any(one in line for line in skipped) for one in lacks), skipped
+    assert all(any(one in line for one in lacks) for line in skipped), skipped
 
 
-def test_a_job_trains(interpreter: Path, tied_task: Path, tmp_path: Path) -> None:
+def test_a_job_trains(release: Release, tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+    # A release that lacks something is refused otherwise.
+    check = ["trainer.v1.async_pipeline.engine_check=warn"] if release.name in LACKS else []
     command = smoke_command(
+        f"actor_rollout_ref.rollout.name={release.engine}",
         "async_strategy=one_step_off",
         f"trainer.total_training_steps={STEPS}",
         f"trainer.v1.async_pipeline.run_dir={run_dir}",
+        *check,
     )
-    command[0] = str(interpreter)
-    job = run_job(command, run_dir, tied_task, python=interpreter)
+    command[0] = str(release.python)
+    job = run_job(command, run_dir, tied_task, python=release.python)
     check_clean_end(job, "one_step_off", 1, STEPS)
     check_events(job)

@@ -165,6 +165,10 @@ def lora_manager(model: Any, config: Any, arguments: Any, rank: int, size: int) 
     from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS
     from recipe.async_pipeline.verl_bridge.rollout.sglang.lora import SLOTS, target_modules
 
+    # It is only logged, and newer versions ask a device that is simulated for it.
+    vars(sys.modules[LoRAManager.__module__])["get_available_gpu_memory"] = lambda *device: 0.0
+    ranks = {"tp_size": size, "tp_rank": rank}
+    taken = inspect.signature(LoRAManager).parameters.keys() & ranks.keys()  # else from its groups
     return LoRAManager(
         model,
         config.hf_config,
@@ -173,10 +177,9 @@ def lora_manager(model: Any, config: Any, arguments: Any, rank: int, size: int) 
         torch.float32,
         arguments,
         CPU_ARGUMENTS["lora_backend"],
-        size,
-        rank,
         max_lora_rank=2 * RANK,
         target_modules=set(target_modules("all-linear")),
+        **{name: ranks[name] for name in taken},
     )
 
 

@@ -15,7 +15,7 @@ from unittest.mock import AsyncMock, MagicMock
 import torch
 import zmq
 
-from recipe.async_pipeline.verl_bridge.rollout.sglang import cpu_stubs, scheduler
+from recipe.async_pipeline.verl_bridge.rollout.sglang import scheduler
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import (
     SchedulerCall,
     SchedulerCalls,
@@ -25,20 +25,12 @@ from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import SGLangEngine
 from recipe.async_pipeline.verl_bridge.rollout.sglang.generations import message, sender
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank
 
-
-def any_kernel() -> None:
-    """Newer releases import more names of the kernels; each is only a name."""
-    for name in ("sgl_kernel", "sgl_kernel.kvcacheio"):
-        cpu_stubs._add(name)
-
-
-vars(cpu_stubs)["STUBS"] = {**cpu_stubs.STUBS, "sgl_kernel": any_kernel}
-
-from sglang.srt.managers import io_struct  # noqa: E402
-from sglang.srt.managers.schedule_batch import Req  # noqa: E402
-from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
-from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
-from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+# isort: split
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 RECEIVE = getattr(io_struct, "sock_recv", lambda socket: socket.recv_pyobj())
 SEND = getattr(io_struct, "sock_send", lambda socket, content: socket.send_pyobj(content))

@@ -56,7 +56,10 @@ class Models:
         return [self._ranks.PictureRank(self._folder / name, rank, size) for rank in range(size)]
 
     def drafters(self, name: str, size: int) -> list[Any]:
-        return [self._ranks.DrafterRank(self._folder / name, rank, size) for rank in range(size)]
+        ranks = [self._ranks.DrafterRank(self._folder / name, rank, size) for rank in range(size)]
+        if not hasattr(ranks[0].model, "hf_to_vllm_mapper"):
+            pytest.skip("this vLLM has no table of a drafter's names, only code")
+        return ranks
 
     def as_rank(self, rank: int, size: int) -> Any:
         return self._ranks.as_rank(rank, size)

@@ -75,9 +75,19 @@ def image_processors() -> None:
     _add("sglang.srt.configs.utils", register_image_processor=ignore, register_processor=ignore)
 
 
+def _kernel_for_cpus(name: str) -> Any:
+    """Return a kernel that newer releases import by name on a CPU. Only speculative decoding calls them.
+
+    The absence of all other names makes SGLang compute with torch's functions.
+    """
+    if not name.endswith("_cpu"):
+        raise AttributeError(name)
+    return _absent
+
+
 def sgl_kernel() -> None:
     """SGLang's CUDA kernels; the host's part of the KV cache imports two names."""
-    _add("sgl_kernel", __doc__="empty")
+    _add("sgl_kernel", __getattr__=_kernel_for_cpus)
     _add("sgl_kernel.kvcacheio")
 
 

@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.models.utils import WeightsMapper
 
 from ....errors import ProofError, WeightSyncError
 from ....weight_sync.copy_plan import view_of
@@ -49,6 +50,13 @@ USE_ONEDNN = False
 def no_sgl_kernel(n: int, k: int, dtype: torch.dtype) -> bool:
     """Return that the kernel, which packs its weight, does not support a layer."""
     return False
+
+
+def name_renames_as_verl_does() -> None:
+    """verl's loader of adapters calls a method of the mapper that vLLM 0.32 has renamed."""
+    mapper: Any = WeightsMapper  # neither name is required of an engine: 0.24 has none, and verl knows it
+    if not hasattr(mapper, "get_unstacked_mapper") and hasattr(mapper, "get_rename_mapper"):
+        mapper.get_unstacked_mapper = mapper.get_rename_mapper
 
 
 class VllmAdapter(RecordingAdapter):
@@ -127,6 +135,7 @@ class VllmAdapter(RecordingAdapter):
 
     def load_adapter(self, manifest: Manifest, config: str) -> None:
         """Replace the previous adapter, under the name that verl's server requests."""
+        name_renames_as_verl_does()
         self._worker.remove_lora(VLLM_LORA_INT_ID)
         request = TensorLoRARequest(
             lora_name=VLLM_LORA_NAME,
