@@ -14,10 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 from ..processes import descendants, end_all
 
@@ -61,7 +60,7 @@ class JobProcess:
         reach the job.
         """
         self.log = log
-        self._others = frozenset(descendants(os.getpid()))
+        self._others = frozenset(_started())
         with log.open("ab" if append else "wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -108,12 +107,21 @@ class JobProcess:
 
     def end_tree(self) -> None:
         """End the process and all that it left behind: all descendants of this process since its start."""
-        end_all(set(descendants(os.getpid())) - self._others, spared=self._others)
+        left = _started() - self._others
+        if left:
+            end_all(left, spared=self._others)
+        else:
+            self._process.kill()
         self._process.wait()
 
     def last_error(self) -> str:
         """Return the last error in the log."""
         return last_error(self.log.read_text(encoding="utf-8", errors="replace"))
+
+
+def _started() -> set[int]:
+    """Return the descendants of this process; none without psutil, where `verify-gpu` says that it is missing."""
+    return set(descendants(os.getpid())) if find_spec("psutil") else set()
 
 
 def last_error(log: str) -> str:
@@ -135,8 +143,11 @@ def processes_with(name: str, value: str) -> list[FoundProcess]:
 
     All processes of a job inherit its variables.
     """
+    import psutil  # not at the top: `verify-gpu` must be able to say that it is missing
+
     wanted = f"{name}={value}".encode()
     found = []
+
     for process in psutil.process_iter():
         try:
             # Not `environ()`: it ends where a process that changed its title has overwritten the block.

@@ -115,7 +115,7 @@ def snapshot(
     )
     groups = [group for group in flow.finished() if not reject(group)]
     prompts = contents.PromptSourceState(before=0, drawn=3, places={}, undealt=[], in_flight=flow.in_flight())
-    state = contents.RunState(
+    state = contents.SavedRun(
         flow=flow,
         prompts=prompts,
         kept=tuple(g.uid for g in groups),

@@ -55,7 +55,7 @@ MASK, MASK_AS_STORED = "response_mask", "loss_mask"
 """verl stores the mask of a response under both names. Rollout rejection overwrites the first one."""
 
 
-class RunState(msgspec.Struct, frozen=True, kw_only=True):
+class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The contents without tensors and the dataloader's state."""
 
     flow: FlowState
@@ -73,7 +73,7 @@ class Restored(NamedTuple):
     """The contents of a checkpoint."""
 
     folder: Path
-    state: RunState
+    state: SavedRun
     loader: Any
     samples: Mapping[str, Mapping[str, Any]]
     transcripts: dict[str, list[list[RecordedRequest]]]
@@ -82,7 +82,7 @@ class Restored(NamedTuple):
 class Snapshot(NamedTuple):
     """The contents of a checkpoint to write, without models."""
 
-    state: RunState
+    state: SavedRun
     groups: Sequence[Group]
     """The groups of `state.kept`."""
     loader: Any
@@ -101,7 +101,7 @@ class Checkpoints:
         identity: Mapping[str, str],
         keep: int | None,
         partition: str,
-        save_models: Callable[[Path, RunState], object],
+        save_models: Callable[[Path, SavedRun], object],
         sync_ledger: Callable[[], object],
     ) -> None:
         """`save_models` makes the workers write to a folder; `sync_ledger` flushes the ledger to disk."""
@@ -112,7 +112,7 @@ class Checkpoints:
         """Create the folder of a checkpoint that is being written."""
         return Unfinished(store.begin(self._root, step))
 
-    def write_models(self, part: Unfinished, state: RunState) -> None:
+    def write_models(self, part: Unfinished, state: SavedRun) -> None:
         """Have the workers write the models. Raises CheckpointError if files of some ranks are missing."""
         self._save_models(part.folder, state)
         _require_all_ranks(part.folder / ACTOR)
@@ -185,7 +185,7 @@ def read(folder: Path) -> Restored:
     """
     refuse_damage(folder, [store.damage(folder)])
     try:
-        state = msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
+        state = msgspec.json.decode((folder / STATE).read_bytes(), type=SavedRun)
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{folder / STATE} is invalid: {error}") from None
 
@@ -212,13 +212,13 @@ def refuse_damage(checkpoint: Path, found: Iterable[str | None]) -> None:
             )
 
 
-def kept_groups(state: RunState) -> list[Group]:
+def kept_groups(state: SavedRun) -> list[Group]:
     """Return the finished groups whose samples are stored."""
     kept = set(state.kept)
     return [group for group in state.flow.finished() if group.uid in kept]
 
 
-def encode(state: RunState) -> bytes:
+def encode(state: SavedRun) -> bytes:
     """Return the state as JSON. Raises CheckpointError if a value cannot be written."""
     return msgspec.json.encode(state, enc_hook=_plain_number)
 

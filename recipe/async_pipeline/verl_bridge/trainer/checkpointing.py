@@ -33,7 +33,7 @@ from .checkpoint_contents import (
     REFERENCE,
     Checkpoints,
     Restored,
-    RunState,
+    SavedRun,
     Snapshot,
     Unfinished,
     refuse_damage,
@@ -159,7 +159,7 @@ class Checkpointing:
         finished = [group.uid for group in state.finished()]
         prompts, loader = self._prompts.state(state.in_flight(), finished)
         reference = self._schedule.reference(state.step + 1)
-        kept = RunState(
+        kept = SavedRun(
             flow=state,
             prompts=prompts,
             kept=tuple(group.uid for group in groups),
@@ -203,7 +203,7 @@ class Checkpointing:
             sync_ledger=self._ledger.sync,
         )
 
-    def _save_models(self, folder: Path, state: RunState) -> None:
+    def _save_models(self, folder: Path, state: SavedRun) -> None:
         step = state.flow.step
         self._actor_group.save_checkpoint(str(folder / ACTOR), None, step, max_ckpt_to_keep=None)
         if self._critic_group is not None:

@@ -161,6 +161,10 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": ("lora_a_stacked", "lora_b_stacked"),
         "vllm.lora.peft_helper:PEFTHelper": ("vllm_lora_scaling_factor",),
+        # 0.24 has neither, and verl knows that.
+        "vllm.model_executor.models.utils:WeightsMapper": (
+            "get_unstacked_mapper | get_rename_mapper | !get_unstacked_mapper",
+        ),
         "vllm.config.lora:LoRAConfig": ("lora_dtype",),
     },
     "benchmarks": {
