@@ -120,7 +120,7 @@ class JobProcess:
 
 
 def _started() -> set[int]:
-    """Return the descendants of this process; none without psutil, where `verify-gpu` says that it is missing."""
+    """Return the descendants of this process; none without psutil, so that `verify-gpu` can say so."""
     return set(descendants(os.getpid())) if find_spec("psutil") else set()
 
 
