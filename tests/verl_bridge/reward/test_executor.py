@@ -272,7 +272,8 @@ def test_the_timer_of_a_sent_batch_does_not_cut_the_next(
 def test_a_process_of_the_pool_ends_with_its_parent(tmp_path: Path) -> None:
     hog = (
         "import asyncio; from recipe.async_pipeline.verl_bridge.reward.executor import *\n"
-        f"guard = RewardGuard(Function({FILE!r}, 'told', {{}}), Limits(timeout_s=600.0, concurrency=1))\n"
+        f"function = FunctionLocation({FILE!r}, 'told', {{}})\n"
+        "guard = RewardGuard(function, Limits(timeout_s=600.0, concurrency=1))\n"
         f"if __name__ == '__main__': asyncio.run(guard.score(solution_str={str(tmp_path / 'pid')!r}))\n"
     )
     script = tmp_path / "hog.py"
