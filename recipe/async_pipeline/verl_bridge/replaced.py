@@ -263,6 +263,15 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             remove_when="vLLM can keep weights unpacked on a CPU",
         ),
     ),
+    "vLLM's adapters": (
+        Replacement(
+            "vllm.model_executor.models.utils",
+            "WeightsMapper.get_unstacked_mapper",
+            "rollout.vllm.adapter:renamed_mapper",
+            why="verl's loader of adapters calls a method that vLLM 0.32 has renamed to get_rename_mapper",
+            remove_when="verl calls it by its new name",
+        ),
+    ),
     "fp8 that is converted already": (
         Replacement(
             "verl.utils.vllm.vllm_quant_utils",

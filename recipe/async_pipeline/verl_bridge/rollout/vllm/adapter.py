@@ -52,11 +52,9 @@ def no_sgl_kernel(n: int, k: int, dtype: torch.dtype) -> bool:
     return False
 
 
-def name_renames_as_verl_does() -> None:
-    """verl's loader of adapters calls a method of the mapper that vLLM 0.32 has renamed."""
-    mapper: Any = WeightsMapper  # neither name is required of an engine: 0.24 has none, and verl knows it
-    if not hasattr(mapper, "get_unstacked_mapper") and hasattr(mapper, "get_rename_mapper"):
-        mapper.get_unstacked_mapper = mapper.get_rename_mapper
+def renamed_mapper(mapper: Any) -> Any:
+    """Return what verl asks a mapper for by the name that vLLM 0.32 has for it."""
+    return mapper.get_rename_mapper()
 
 
 class VllmAdapter(RecordingAdapter):
@@ -135,7 +133,9 @@ class VllmAdapter(RecordingAdapter):
 
     def load_adapter(self, manifest: Manifest, config: str) -> None:
         """Replace the previous adapter, under the name that verl's server requests."""
-        name_renames_as_verl_does()
+        # 0.24 has neither name, and verl does without.
+        if hasattr(WeightsMapper, "get_rename_mapper") and not hasattr(WeightsMapper, "get_unstacked_mapper"):
+            replaced.apply("vLLM's adapters")
         self._worker.remove_lora(VLLM_LORA_INT_ID)
         request = TensorLoRARequest(
             lora_name=VLLM_LORA_NAME,
