@@ -199,6 +199,10 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "verify_gpu.sh": {
         "sglang.srt.entrypoints.engine:Engine": ("generate", "server_args"),
     },
+    # verl lists the fields of the class, which 0.5.23 keeps elsewhere.
+    "start of a server by verl 0.9.1": {
+        "sglang.srt.server_args:ServerArgs": ("model_path",),
+    },
     "start of an engine on a CPU": {
         "sglang.srt.layers.logits_processor": ("torch",),
         "sglang.srt.lora.layers": ("torch",),
