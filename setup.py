@@ -17,6 +17,8 @@ INSTALL_REQUIRES = [
     "aiohttp",  # requests of the soak's bursts
     "cachetools",  # the router's bounded map from conversation to replica
     "hydra-core",  # `explain` and `simulate` compose a command line as verl does
+    "jinja2",  # templates of report pages, with escaped text
+    "markupsafe",  # jinja2's type of text that is HTML already
     "msgspec",  # typed messages between processes, instead of pickles from a socket
     "numpy",  # views on weight arenas and summaries of metrics, without torch
     "omegaconf",  # verl hands over its configuration as a DictConfig
@@ -47,7 +49,9 @@ setup(
     packages=find_namespace_packages(include=["recipe.async_pipeline*"]),
     package_data={
         "recipe.async_pipeline": ["py.typed", "REQUIRED_VERL.txt"],
-        "recipe.async_pipeline.tools.report": ["report.css", "report.js"],
+        "recipe.async_pipeline.lab.gpu_kit": ["page.html"],
+        "recipe.async_pipeline.lab.soak": ["stepped_clock.c"],
+        "recipe.async_pipeline.tools.report": ["report.css", "report.js", "templates/*.html"],
     },
     # Install patches and profiles into sysconfig's `data` folder, where an installation without a checkout
     # finds them.

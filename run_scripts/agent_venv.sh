@@ -7,12 +7,19 @@
 # It is made once for each content of the file, in .cache/agents. PYTHON is the interpreter (default: that of .venv).
 set -euo pipefail
 
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
+  exit
+fi
+
 if [ "$#" != 1 ] || [ ! -f "$1" ]; then
   echo "agent_venv.sh: the argument must be a file of requirements, got '${1:-}'" >&2
   exit 2
 fi
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 REQUIREMENTS="$(realpath "$1")"
 PYTHON="${PYTHON:-$ROOT/.venv/bin/python}"
 NAME="$(basename "$1" .txt)-$(sha256sum <"$REQUIREMENTS" | cut -c1-12)"

@@ -10,6 +10,12 @@
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
+  exit
+fi
 TREES="${ASYNC_PIPELINE_ENGINE_TREES:-$ROOT/.cache/engines}"
 PYTHON="${ASYNC_PIPELINE_TEST_PYTHON:-$ROOT/.venv/bin/python}"
 [ "$#" -gt 0 ] || set -- vllm-0.24.0 vllm-0.32.0 vllm-0.33.0 sglang-0.5.18 sglang-0.5.23

@@ -14,7 +14,8 @@
 # pip's settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf) are honoured by both.
 set -euo pipefail
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# Without links: a folder that is reached by a link is the same folder.
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 # shellcheck source=run_scripts/common.sh
 source "$ROOT/run_scripts/common.sh"
 if help_wanted "$@"; then
@@ -115,12 +116,14 @@ step() {
 
 hash_of() { cat "$@" | git hash-object --stdin; }
 
-# A Python of a version that the lock can be installed on.
+# A Python of a version that the lock can be installed on. If it is that of a virtual environment, such as the one
+# that is activated and about to be replaced, the one that the environment was made from.
 find_python() {
-  local candidate
+  local candidate base
   for candidate in ${PYTHON:-python3.11 python3 python3.12}; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
-      command -v "$candidate"
+    base="$("$candidate" -c 'import os, sys; print(os.path.realpath(sys._base_executable))' 2>/dev/null)" || continue
+    if "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+      printf '%s\n' "$base"
       return
     fi
   done

@@ -33,7 +33,7 @@ UNIT="not e2e and not real_engine and not nightly"
 ENGINE="real_engine and not e2e and not nightly"
 E2E="e2e and not nightly"
 
-usage() { sed -n '4,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '3,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
 # stage NAME COMMAND...: run the command, print the name and the seconds that it took.
 stage() {

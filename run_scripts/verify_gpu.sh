@@ -5,7 +5,9 @@
 #   bash run_scripts/verify_gpu.sh [--gpus N] [--model PATH] [--only A,B] [--out DIR]
 #   bash run_scripts/verify_gpu.sh --device cpu     the same steps without a GPU, on the locked CPU stack
 #
-# Steps whose part is missing are not run, and the report says why. Settings:
+# The steps, in this order: environment, copies, delivery, engine, ladder, job, qwen3, experts, megatron and
+# weight-updates. `async-pipeline verify-gpu --help` says what each shows, needs and may take. Steps whose part is
+# missing are not run, and the report says why. Settings:
 #   ASYNC_PIPELINE_PYTHON   the interpreter (default: .venv-gpu's, otherwise .venv's, otherwise python3; with
 #                           --device cpu, .venv's goes first)
 set -euo pipefail

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import importlib.util
+import inspect
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from recipe.async_pipeline.core.clock import run_virtual
 
 pytest_plugins = ["tests.nightly"]
 
@@ -39,6 +45,13 @@ def load() -> Iterator[Load]:
         yield load_module
 
 
+@pytest.fixture(scope="module")
+def module(request: pytest.FixtureRequest, load: Load) -> ModuleType:
+    """The module of the package that the file of the test mirrors, loaded by `load`."""
+    mirror = request.path.relative_to(Path(__file__).parent)
+    return load(".".join(("recipe.async_pipeline", *mirror.parent.parts, mirror.stem.removeprefix("test_"))))
+
+
 STACK = ("torch", "ray", "verl", "vllm", "transformers", "tensordict", "tokenizers", "peft", "transfer_queue")
 MISSING = {name for name in STACK if importlib.util.find_spec(name) is None}
 """Empty where setup.sh has run. Elsewhere, tests that import one of these are skipped instead of failed."""
@@ -53,8 +66,28 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     return report
 
 
+STUCK_S = 300.0
+"""Seconds after which an async test in real time is stuck."""
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]], *, virtual_time: bool) -> Callable[..., None]:
+    """Return a plain function that runs an async test in an event loop."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        if virtual_time:
+            run_virtual(test(**arguments))
+        else:
+            asyncio.run(asyncio.wait_for(test(**arguments), STUCK_S))
+
+    return run
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Generator[None, Any, Any]:
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        own_clock = pyfuncitem.get_closest_marker("virtual_time") is not None
+        pyfuncitem.obj = in_a_loop(pyfuncitem.obj, virtual_time=own_clock)
     try:
         return (yield)
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ import builtins
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,8 +69,9 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # What every dialect does, and each of them, through the contract that all have.
     "gateway/wire.py": "gateway/test_dialects.py",
     "gateway/task_routes.py": "gateway/test_claims.py",
+    "gateway/turns.py": "gateway/test_sessions.py",
     **dict.fromkeys(
-        (f"gateway/dialects/{n}.py" for n in ("openai_chat", "openai_responses", "anthropic_messages")),
+        (f"gateway/dialects/{path.name}" for path in (PACKAGE / "gateway/dialects").glob("[!_]*.py")),
         "gateway/test_dialects.py",
     ),
     # Separate processes.
@@ -88,10 +89,10 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/trainer/pipeline_run.py": WHOLE_JOB,
     "verl_bridge/trainer/verl_trainer.py": WHOLE_JOB,
-    "verl_bridge/trainer/generation.py": WHOLE_JOB,
     "verl_bridge/trainer/startup.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
     "lab/bench/jobs/agent_loop.py": "e2e/test_bench.py",
+    "lab/bench/jobs/checkpoint.py": "e2e/test_bench.py",
     "lab/bench/jobs/control_plane.py": "e2e/test_bench.py",
     "lab/bench/jobs/control_plane_job.py": "e2e/test_bench.py",
     "lab/bench/jobs/job.py": "e2e/test_bench.py",
@@ -105,6 +106,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "weight_sync/keeper_state.py": "weight_sync/test_keeper.py",
     "weight_sync/standby_version.py": "weight_sync/test_standby_copy.py",
     "verl_bridge/rollout/vllm/replica.py": WHOLE_JOB,
+    "verl_bridge/rollout/vllm/server.py": WHOLE_JOB,
     "verl_bridge/rollout/diffusers/fields.py": "verl_bridge/agent_loop/test_diffusion_loop.py",
     "verl_bridge/rollout/diffusers/rank.py": "e2e/test_images.py",
     "verl_bridge/rollout/diffusers/replica.py": "e2e/test_images.py",
@@ -118,9 +120,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Tables, which are compared with the code and with the engines.
     "verl_bridge/rollout/sglang/uses.py": "contract/test_declared.py",
     "verl_bridge/rollout/vllm/uses.py": "contract/test_declared.py",
-    # Tested as the base of vLLM's server, and with vLLM's models.
-    "verl_bridge/rollout/versioned_server.py": "verl_bridge/rollout/vllm/test_server.py",
-    "verl_bridge/rollout/vllm/worker.py": WHOLE_JOB,
     "verl_bridge/workers/training_worker.py": WHOLE_JOB,
     "verl_bridge/workers/log_prob_worker.py": "e2e/test_pools.py",
     # Change the process that imports them, which therefore is a separate one.
@@ -501,6 +500,52 @@ def test_what_crosses_verls_loops_is_in_one_record() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ContextVar"
     ]
     assert having == ["verl_bridge/agent_loop/episode.py"], "add a field to Episode"
+
+
+PRIVATE_ACCESSES = 60
+"""Bound of the accesses to private names in tests; lower it when there are fewer."""
+DOCUMENTED = {"_asdict", "_exit", "_replace"}
+"""Public methods of every NamedTuple, and `os._exit`."""
+
+
+def private_accesses(text: str, own: Collection[str]) -> list[str]:
+    """Return each access to one of the private names `own`, except on the object itself."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and node.attr in own
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        if ast.unparse(node.value) != "super()"
+    ]
+
+
+def private_names() -> set[str]:
+    """Return the private names that this package defines, at the top of a module or on an object."""
+    defined: set[str] = set()
+    for module in MODULES:
+        for node in nodes_of(module):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    defined.add(name)
+                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                    defined.add(name)
+    return {name for name in defined if re.match(r"_[^_]", name)} - DOCUMENTED
+
+
+def test_tests_leave_private_names_alone() -> None:
+    """A test of behaviour survives a change of the implementation."""
+    own = private_names()
+    found = {
+        str(path.relative_to(REPOSITORY)): count
+        for path in sorted((REPOSITORY / "tests").rglob("*.py"))
+        if (count := len(private_accesses(path.read_text(encoding="utf-8"), own)))
+    }
+    assert sum(found.values()) <= PRIVATE_ACCESSES, dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def test_an_access_to_a_private_name_would_be_found() -> None:
+    text = "self._a; cls._a; super()._a; made._a; made._other; made.a._a.b"
+    assert private_accesses(text, {"_a"}) == ["made._a", "made.a._a"]
 
 
 def test_nothing_prints() -> None:

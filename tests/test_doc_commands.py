@@ -25,6 +25,7 @@ from recipe.async_pipeline.cli.main import SUBCOMMANDS, build_parser
 from recipe.async_pipeline.lab.bench.arms import ARMS
 from recipe.async_pipeline.lab.bench.workload import names
 from recipe.async_pipeline.lab.cli.soak import kinds_of
+from recipe.async_pipeline.lab.tasks.tokenizer import VOCAB_SIZE, make_tokenizer
 from tests import REPOSITORY, tracked_files
 
 PAGES = [name for name in tracked_files() if name.endswith(".md")]
@@ -48,6 +49,7 @@ NOT_RUN = {
     r"source \S+ && ": "changes the shell and the checkout's hooks",
     r"bash run_scripts/setup\.sh": "has no dry form; every tier of run_scripts/test.sh begins with it",
     r"python -m tests\.\S+gather_cost ": "measures for minutes",
+    r"python tests/e2e/forms_probe\.py ": "loads an engine; tests/e2e/test_engine.py runs it",
     r"docker build ": "tests/test_cluster_examples.py reads the Dockerfile",
     r"kubectl apply ": "tests/test_cluster_examples.py reads the file; its entry point is explained below",
     r"bash run_qwen3_8b_fsdp_vllm\.sh ": "tests/test_recipe_folder.py explains it",
@@ -210,8 +212,13 @@ def explained_words(command: Command, folder: Path) -> list[str]:
     return words
 
 
-def write_pipelines(folder: Path) -> None:
-    """Write what describes a model of images, where the smoke task and the user's own have it."""
+def write_models(folder: Path) -> None:
+    """Write what describes a model of texts and one of images, where the smoke task and the user's own have
+    them.
+    """
+    make_tokenizer().save_pretrained(folder / "model")
+    described = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": VOCAB_SIZE}
+    (folder / "model" / "config.json").write_text(json.dumps(described), encoding="utf-8")
     for model in ("model", "stable-diffusion-3.5-medium"):
         for name, content in {
             "model_index.json": {"_class_name": "StableDiffusion3Pipeline"},
@@ -232,7 +239,7 @@ def on_kubernetes() -> Command:
 @pytest.mark.real_engine
 def test_every_training_command_is_explained(tmp_path: Path) -> None:
     """In one process, which imports verl once."""
-    write_pipelines(tmp_path)
+    write_models(tmp_path)
     commands = {
         tuple(explained_words(command, tmp_path)): name_of(command)
         for command in [*SMOKE, *SLURM, *TRAINING, on_kubernetes()]

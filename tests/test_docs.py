@@ -15,6 +15,7 @@ import yaml
 
 from recipe.async_pipeline.cli.main import SUBCOMMANDS, build_parser
 from recipe.async_pipeline.lab.bench.arms import ARMS
+from recipe.async_pipeline.lab.gpu_kit.catalogue import STEPS
 from tests import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -278,12 +279,23 @@ def test_a_wrong_command_would_be_found() -> None:
         ("docs/benchmarks.md", ARMS),
         ("docs/benchmarks.md", [f"bench {name}" for name in options("bench")[1]]),
         ("docs/index.md", [f"({path.name})" for path in DOCS.glob("*.md") if path.name != "index.md"]),
+        ("README.md", ["doctor --verl-dir", "doctor --engine", "doctor --cluster"]),
+        ("run_scripts/verify_gpu.sh", [step.name for step in STEPS]),
         ("README.md", [f"(docs/{path.name})" for path in DOCS.glob("*.md") if path.name != "index.md"]),
     ],
 )
 def test_a_page_that_lists_things_names_all_of_them(page: str, names: Iterable[str]) -> None:
     text = text_of(page)
     assert [name for name in names if name not in text] == []
+
+
+@pytest.mark.parametrize(
+    "row", re.findall(r"^\| (?:vLLM|SGLang) [\d.]+ \|.*$", text_of("docs/gpus.md"), re.MULTILINE)
+)
+def test_each_version_of_an_engine_says_what_has_run_and_when(row: str) -> None:
+    _, _, real, source, _ = row.split("|")
+    assert re.search(r"\(\d{4}-\d\d-\d\d\)|nightly\.tsv", real), row
+    assert " as 0." not in source, "name what has run"
 
 
 # The site.
@@ -304,3 +316,14 @@ def _leaves(nav: object) -> Iterator[str]:
     elif isinstance(nav, dict):
         for entry in nav.values():
             yield from _leaves(entry)
+
+
+FILES_OF_THE_PATHS = 30
+"""Files that a reader who follows a prompt and a version has to open."""
+
+
+def test_the_two_paths_are_short_enough_to_follow() -> None:
+    _, _, paths = text_of("docs/architecture.md").partition("## The path of one prompt")
+    paths, found, _ = paths.partition("## Next to the paths")
+    assert found and "## The path of one version" in paths
+    assert len(files := set(re.findall(r"`([\w/]+\.py)", paths))) <= FILES_OF_THE_PATHS, sorted(files)

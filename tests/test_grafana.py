@@ -16,7 +16,7 @@ import pytest
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Publication, Trajectory
-from recipe.async_pipeline.observe.off_policy import off_policy_metrics
+from recipe.async_pipeline.observe.off_policy import Columns, OffPolicyMeter
 from recipe.async_pipeline.observe.step_account import StepAccountant
 from tests.fakes.trainer import SimTrainer
 
@@ -44,20 +44,13 @@ def known() -> set[str]:
     flow.log.subscribe(accounts)
     run_virtual(flow.run())
     trained = next(record for record in flow.log.records if record.event == "TRAINED")
-    ones = [np.zeros(3, dtype=np.float32)]
-    distances = off_policy_metrics(
-        [Trajectory(key="", first_version=0, last_version=0, num_tokens=3)],
-        trainer_version=1,
-        max_lag=1,
-        mask=[np.ones(3, dtype=np.float32)],
-        rollout_log_probs=ones,
-        old_log_probs=ones,
-        clip_low=0.2,
-        clip_high=0.2,
-    )
+    ones = np.zeros(3, dtype=np.float32)
+    meter = OffPolicyMeter(trainer_version=1, max_lag=1)
+    described = Trajectory(key="", first_version=0, last_version=0, num_tokens=3)
+    meter.add([described], Columns(np.array([3]), np.ones(3), ones, ones))
     facts = [name for name in trained.fields if "/" in name]
     published = [f"param_update/{field.name}" for field in fields(Publication)]
-    return {gauge(name) for name in (*facts, *accounts.take(), *distances, *published)}
+    return {gauge(name) for name in (*facts, *accounts.take(), *meter.metrics(), *published)}
 
 
 def expressions(dashboard: dict[str, Any]) -> Iterator[str]:

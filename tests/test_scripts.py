@@ -15,6 +15,8 @@ from tests import REPOSITORY
 FOLDER = REPOSITORY / "run_scripts"
 INSTALL = sorted(path.name for path in FOLDER.glob("install_*.sh"))
 START = sorted(path.name for path in FOLDER.glob("*.sh") if path.name.startswith(("fsdp_", "megatron_")))
+SOURCED = ("common.sh", "cpu_env.sh")
+WITH_HEADER = sorted(path.name for path in FOLDER.glob("*.sh") if path.name not in (*START, *SOURCED))
 VENVS = (".venv-gpu", ".venv")
 
 
@@ -99,10 +101,7 @@ def test_no_interpreter_is_one_line(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
-@pytest.mark.parametrize(
-    "script",
-    ["setup.sh", "smoke_cpu.sh", "verify_gpu.sh", "train.sh", "slurm.sh", "wheel.sh", "install.sh", *INSTALL],
-)
+@pytest.mark.parametrize("script", WITH_HEADER)
 def test_help_is_the_header(script: str, option: str, checkout: Checkout) -> None:
     done = checkout.run(script, option)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "hydra": "hydra-core", "yaml": "pyyaml"}
 STACK = {
     "huggingface_hub", "megatron", "peft", "ray", "sglang", "tensordict", "tokenizers", "torch",
     "transfer_queue",
-    "transformers", "verl", "vllm",
+    "transformers", "verl", "vllm", "xgrammar",
 }  # fmt: skip
 """Packages that come with verl and the engine, in versions that depend on the machine."""
 
@@ -123,10 +124,49 @@ def test_setup_refuses_an_engine_that_it_does_not_have() -> None:
     assert f"--engine must be one of {' '.join(releases)}, got 'vllm-0.1'" in done.stderr
 
 
+@pytest.mark.slow
+def test_setup_replaces_the_environment_that_it_runs_in(tmp_path: Path) -> None:
+    """Its folder was moved, so that the environment has to be made again; it is activated."""
+    checkout, linked = tmp_path / "checkout", tmp_path / "linked"
+    for name in ("run_scripts", "patches"):
+        shutil.copytree(REPOSITORY / name, checkout / name)
+    linked.symlink_to(checkout)
+    venv.create(checkout / ".venv", symlinks=True)
+    stamps = checkout / ".cache" / "setup"
+    stamps.mkdir(parents=True)
+    (stamps / "make_venv").write_text(str(tmp_path / "before" / ".venv"))
+
+    def step_1(folder: Path) -> str:
+        """Return what the first step said; the second one fails, because no package can be found."""
+        done = subprocess.run(
+            ["bash", str(folder / "run_scripts" / "setup.sh")],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={
+                "PATH": f"{folder}/.venv/bin:{os.environ['PATH']}",
+                "VIRTUAL_ENV": f"{folder}/.venv",
+                "PIP_NO_INDEX": "1",
+                "ASYNC_PIPELINE_INSTALLER": "pip",
+            },
+        )
+        return next(line for line in done.stdout.splitlines() if line.startswith("[1/6]"))
+
+    made = step_1(checkout)
+    assert "failed" not in made and "up to date" not in made
+    interpreter = checkout / ".venv" / "bin" / "python"
+    home = subprocess.run(
+        [interpreter, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True
+    )
+    assert home.stdout.strip() == str(checkout / ".venv")
+    assert "up to date" in step_1(linked), "the same folder, reached by a link"
+
+
 def test_the_virtual_environment_of_an_agent_is_made_once_for_its_requirements(tmp_path: Path) -> None:
     script, wanted = tmp_path / "run_scripts" / "agent_venv.sh", tmp_path / "some_agent.txt"
     script.parent.mkdir()
-    shutil.copy(REPOSITORY / "run_scripts" / script.name, script)
+    for name in (script.name, "common.sh"):
+        shutil.copy(REPOSITORY / "run_scripts" / name, script.parent)
     wanted.write_text("openai")
     # Stands in for python -m venv, and then for the interpreter that it makes.
     python, calls = tmp_path / "python", tmp_path / "calls"

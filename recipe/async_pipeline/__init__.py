@@ -10,7 +10,7 @@ Eight stages, each a state machine with its own produce/consume loop, joined by 
 Decisions, without verl, Ray or torch:
 
     core/          state machine, channels, leases, schedule, versions, ledger, the flow
-    stages/        the eight stages, one file each; custom stages
+    stages/        the stages, by what they work on: groups, batches, versions; custom stages
     strategies/    on_policy, one_step_off, n_step_ahead, fully_async
     agents/        episodes of agents: their ends, environments, and where these run
     gateway/       agents that speak HTTP: sessions, chains of tokens, dialects

@@ -10,7 +10,11 @@ EXIT_OK, EXIT_OURS, EXIT_USERS, EXIT_CTRL_C = 0, 1, 2, 130
 
 
 def echo(text: str, *, file: TextIO | None = None) -> None:
-    """Write one line of the command's own output (to stdout by default) and flush it."""
+    """Write one line of the command's own output (to stdout by default) and flush it.
+
+    Characters that the stream's encoding lacks are escaped.
+    """
     stream = file or sys.stdout
-    stream.write(text + "\n")
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     stream.flush()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that this package raises on purpose: one root; each class is also a standard-library error.
 
-Every message names the actor, the operation and the next step, on one line.
+Every message names the actor, the operation and the next step, on one line for each problem.
 """
 
 from __future__ import annotations
@@ -12,7 +12,21 @@ class AsyncPipelineError(Exception):
 
 
 class ConfigError(AsyncPipelineError, ValueError):
-    """A key is unknown, misplaced, contradictory or out of range; raised before Ray starts."""
+    """A key is unknown, misplaced, contradictory or out of range; raised before Ray starts.
+
+    The arguments are one line for each problem, the most fundamental first; several are numbered.
+    """
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each problem."""
+        return tuple(map(str, self.args))
+
+    def __str__(self) -> str:
+        if len(self.args) < 2:
+            return super().__str__()
+        listed = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
+        return "\n".join([f"{len(listed)} problems:", *listed])
 
 
 class PatchError(AsyncPipelineError, RuntimeError):
@@ -45,6 +59,11 @@ class LeaseError(AsyncPipelineError, RuntimeError):
 
 class WaitTimeout(AsyncPipelineError, TimeoutError):
     """A wait exceeded its deadline; the message names the waiter, the resource and its holders."""
+
+    def __init__(self, message: str = "", abandoned: bool = False) -> None:
+        """`abandoned`: what it waited for ignored its cancellation, and still runs."""
+        super().__init__(message)
+        self.abandoned = abandoned
 
 
 class StalenessViolation(AsyncPipelineError, RuntimeError):

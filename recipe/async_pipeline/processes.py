@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process control on Linux: parent-death signals, adoption of orphans, and ending process trees."""
+"""Process control on Linux: deaths of parents and ancestors, adoption of orphans, ending process trees."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -31,6 +33,49 @@ def gain_no_rights() -> None:
     """Prevent this process and its children from gaining privileges by setuid. No-op outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+WATCH_PID = "ASYNC_PIPELINE_WATCH_PID"
+"""Environment variable in which `watch` tells its command its own PID."""
+
+
+def end_with_ancestor(pid: int, patience_s: float) -> bool:
+    """Start a thread that ends this process once its ancestor `pid` ends: SIGTERM, then SIGKILL.
+
+    Unlike `end_with_parent`, this works through shells and launchers in between, and lets the process clean
+    up for `patience_s`. Returns False if `pid` is no ancestor, or the kernel cannot watch it.
+    """
+    import psutil
+
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return False
+    # Look at the ancestors after opening: the number cannot be given to another process in between.
+    if pid not in (ancestor.pid for ancestor in psutil.Process().parents()):
+        os.close(descriptor)
+        return False
+    ended = select.poll()
+    ended.register(descriptor, select.POLLIN)
+
+    def follow() -> None:
+        ended.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(patience_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name=f"follow[{pid}]", daemon=True).start()
+    return True
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals, besides SIGINT, that ask a process to end.
+
+    SIGHUP, for a closed terminal, is one of them unless it is ignored, as by `nohup`.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return (signal.SIGTERM,)
+    return (signal.SIGTERM, signal.SIGHUP)
 
 
 TERM_S = 5.0

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.agents import command_process
 from recipe.async_pipeline.agents.commands import (
     KEPT_BYTES,
     Finished,
@@ -72,19 +73,16 @@ def test_a_log_gets_the_output_as_it_arrives(tmp_path: Path) -> None:
     assert sorted(log.text().splitlines()) == ["err", "out"]
 
 
-def test_the_output_of_a_command_that_is_cancelled_is_in_its_log(tmp_path: Path) -> None:
+async def test_the_output_of_a_command_that_is_cancelled_is_in_its_log(tmp_path: Path) -> None:
     log = OutputLog()
 
-    async def story() -> None:
-        code = "import time; print('begun', flush=True); time.sleep(600)"
-        running = asyncio.create_task(run_command([sys.executable, "-I", "-c", code], tmp_path, {}, log))
-        while not log.text():  # noqa: ASYNC110 - a pipe has no event for it
-            await asyncio.sleep(0.01)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+    code = "import time; print('begun', flush=True); time.sleep(600)"
+    running = asyncio.create_task(run_command([sys.executable, "-I", "-c", code], tmp_path, {}, log))
+    while not log.text():  # noqa: ASYNC110 - a pipe has no event for it
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert log.text() == "begun\n"
 
 
@@ -124,40 +122,54 @@ LEAVES_ITS_GROUP = (
 )
 
 
-def test_processes_that_left_their_group_are_counted(tmp_path: Path) -> None:
+def test_processes_that_left_their_group_are_ended(tmp_path: Path) -> None:
     left = LeftBehind()
     more = "subprocess.Popen(['true'], start_new_session=True); subprocess.Popen(['sleep', '600']); "
     command = [sys.executable, "-I", "-c", LEAVES_ITS_GROUP + more + "sys.exit(3)"]
     finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
-    survivor = int(finished.stdout)
-    try:
-        assert finished.status == 3 and not gone(survivor)
-        assert left.newly() == 1 and left.newly() == 0
-    finally:
-        os.kill(survivor, signal.SIGKILL)
+    assert finished.status == 3 and gone(int(finished.stdout)) and left.newly() == 0
 
 
-def test_processes_that_left_the_group_of_a_cancelled_command_are_counted(tmp_path: Path) -> None:
+def test_orphans_of_processes_that_left_their_group_are_ended(tmp_path: Path) -> None:
+    """As a daemon has them: each kill leaves its children to the guard."""
+    inner = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '600']); time.sleep(600)"
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-I', '-c', {inner!r}], start_new_session=True, "
+        "stdin=-3, stdout=-3, stderr=-3)\n"
+        "own = pathlib.Path('/proc', str(child.pid), 'task', str(child.pid), 'children')\n"
+        "while not own.read_text().split(): time.sleep(0.01)\n"
+        "print(child.pid, own.read_text())\n"
+    )
+    left = LeftBehind()
+    command = [sys.executable, "-I", "-c", code]
+    finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
+    found = [int(pid) for pid in finished.stdout.split()]
+    assert len(found) == 2 and all(map(gone, found)) and left.newly() == 0, finished.describe()
+
+
+async def test_processes_that_left_the_group_of_a_cancelled_command_are_ended(tmp_path: Path) -> None:
     left, code = (
         LeftBehind(),
         LEAVES_ITS_GROUP + f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); child.wait()",
     )
 
-    async def test() -> None:
-        running = run_command([sys.executable, "-I", "-c", code], tmp_path, {}, None, left)
-        task = asyncio.create_task(running)
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    running = run_command([sys.executable, "-I", "-c", code], tmp_path, {}, None, left)
+    task = asyncio.create_task(running)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gone(int((tmp_path / "pid").read_text())) and left.newly() == 0
 
-    asyncio.run(asyncio.wait_for(test(), 60))
-    survivor = int((tmp_path / "pid").read_text())
-    try:
-        assert left.newly() == 1 and not gone(survivor)
-    finally:
-        os.kill(survivor, signal.SIGKILL)
+
+def test_children_that_resist_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_process, "CHILDREN_END_S", 0.0)
+    monkeypatch.setattr(command_process, "children", lambda: [11, 12])
+    monkeypatch.setattr(command_process, "reap_orphans", lambda command: None)
+    monkeypatch.setattr(os, "kill", lambda *args: None)
+    assert command_process.end_children() == 2
 
 
 def test_orphans_that_end_are_reaped_while_the_command_runs(tmp_path: Path) -> None:
@@ -198,43 +210,37 @@ def test_a_killed_guard_does_not_block_the_event_loop(
     assert [one.status for one in found] == [-signal.SIGKILL] and left.newly() == 0
 
 
-def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None:
+async def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None:
     code = LEAVES_A_CHILD + f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); child.wait()"
 
-    async def test() -> None:
-        command = [sys.executable, "-I", "-c", code]
-        task = asyncio.create_task(run_command(command, tmp_path, {}))
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    command = [sys.executable, "-I", "-c", code]
+    task = asyncio.create_task(run_command(command, tmp_path, {}))
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     until(lambda: gone(int((tmp_path / "pid").read_text())), "the child is killed")
 
 
 @pytest.mark.slow
-def test_a_command_that_is_cancelled_before_it_starts_leaves_no_pipe(tmp_path: Path) -> None:
+async def test_a_command_that_is_cancelled_before_it_starts_leaves_no_pipe(tmp_path: Path) -> None:
     """A recall may come while all threads of the executor are busy."""
 
-    async def test() -> None:
-        loop, release = asyncio.get_running_loop(), threading.Event()
-        loop.set_default_executor(ThreadPoolExecutor(1))
-        before = os.listdir("/proc/self/fd")
-        busy = loop.run_in_executor(None, release.wait)
-        task = asyncio.create_task(run_command(["true"], tmp_path, {}))
-        await asyncio.wait({task}, timeout=0.05)
-        task.cancel()
-        await asyncio.wait({task})
-        release.set()
-        await busy
-        # What was begun for it is undone in the one thread.
-        while os.listdir("/proc/self/fd") != before:  # noqa: ASYNC110 - a process has no event for it
-            await asyncio.sleep(0.01)
-            gc.collect()
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+    loop, release = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    before = os.listdir("/proc/self/fd")
+    busy = loop.run_in_executor(None, release.wait)
+    task = asyncio.create_task(run_command(["true"], tmp_path, {}))
+    await asyncio.wait({task}, timeout=0.05)
+    task.cancel()
+    await asyncio.wait({task})
+    release.set()
+    await busy
+    # What was begun for it is undone in the one thread.
+    while os.listdir("/proc/self/fd") != before:  # noqa: ASYNC110 - a process has no event for it
+        await asyncio.sleep(0.01)
+        gc.collect()
 
 
 def test_a_command_does_not_outlive_its_worker(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from recipe.async_pipeline.agents import env_hosts
@@ -20,7 +21,7 @@ from recipe.async_pipeline.agents.env_hosts import HOSTS, EnvironmentHost, Proce
 from recipe.async_pipeline.agents.environment import EnvironmentSpec, Isolation, Step
 from recipe.async_pipeline.errors import EnvironmentFailed
 from tests import REPOSITORY
-from tests.fakes.environments import AWAITING, COUNTING
+from tests.fakes.environments import AWAITING, COUNTING, Counting
 from tests.fakes.waiting import until
 
 
@@ -68,6 +69,11 @@ def test_one_that_was_never_used_is_closed(isolation: Isolation) -> None:
     assert with_host(isolation, story)
 
 
+def guard_of(player: int) -> int:
+    """Return the process that has started an environment's."""
+    return int(psutil.Process(player).ppid())
+
+
 def is_gone(pid: int) -> bool:
     try:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
@@ -75,15 +81,17 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_process_that_hangs_is_killed_with_what_it_started() -> None:
+@pytest.mark.parametrize("started", ["fork", "daemon"])
+def test_a_process_that_hangs_is_killed_with_what_it_started(started: str) -> None:
     pids: list[int] = []
+    before = psutil.Process().children()
 
     async def story(host: EnvironmentHost) -> None:
-        assert isinstance(host, ProcessHost) and host._guard is None
+        assert isinstance(host, ProcessHost)
+        assert psutil.Process().children() == before, "it starts with the first episode"
         await host.reset(1, {})
-        pids.extend(int(pid) for pid in (await host.step("fork")).observation.split())
-        assert host._guard is not None
-        pids.append(host._guard.pid)
+        pids.extend(int(pid) for pid in (await host.step(started)).observation.split())
+        pids.append(guard_of(pids[0]))
         hanging = asyncio.create_task(host.step("hang"))
         done, _ = await asyncio.wait({hanging}, timeout=0.1)
         assert not done and not any(is_gone(pid) for pid in pids)
@@ -110,13 +118,15 @@ def test_a_process_that_dies_is_a_failure_and_leaves_nothing() -> None:
 
 OWNER = """
 import asyncio
+import psutil
 from recipe.async_pipeline.agents.env_hosts import ProcessHost
 from tests.fakes.environments import COUNTING
 
 async def play():
     host = ProcessHost(COUNTING)
     await host.reset(1, {})
-    print((await host.step("fork")).observation, host._guard.pid, flush=True)
+    (guard,) = psutil.Process().children()
+    print((await host.step("fork")).observation, guard.pid, flush=True)
     await host.step("hang")
 
 asyncio.run(play())
@@ -142,8 +152,7 @@ def test_the_player_does_not_outlive_its_guard() -> None:
         assert isinstance(host, ProcessHost)
         await host.reset(1, {})
         pids.append(int((await host.step("fork")).observation.split()[0]))
-        assert host._guard is not None
-        os.kill(host._guard.pid, signal.SIGKILL)
+        os.kill(guard_of(pids[0]), signal.SIGKILL)
         until(lambda: is_gone(pids[0]), "the kernel kills it")
         with pytest.raises(EnvironmentFailed):
             await host.step("a")
@@ -152,24 +161,21 @@ def test_the_player_does_not_outlive_its_guard() -> None:
     until(lambda: all(is_gone(pid) for pid in pids), "they end")
 
 
-def test_a_process_whose_start_is_cancelled_leaves_nothing_open() -> None:
-    async def story() -> None:
-        loop, release = asyncio.get_running_loop(), threading.Event()
-        loop.set_default_executor(ThreadPoolExecutor(1))
-        before = os.listdir("/proc/self/fd")
-        busy = loop.run_in_executor(None, release.wait)
-        host = ProcessHost(COUNTING)
-        resetting = asyncio.create_task(host.reset(1, {}))
-        await asyncio.wait({resetting}, timeout=0.05)
-        resetting.cancel()
-        await asyncio.wait({resetting})
-        assert await host.close()
-        release.set()
-        await busy
-        while os.listdir("/proc/self/fd") != before:  # noqa: ASYNC110 - a process has no event for it
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(story(), 30))
+async def test_a_process_whose_start_is_cancelled_leaves_nothing_open() -> None:
+    loop, release = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    before = os.listdir("/proc/self/fd")
+    busy = loop.run_in_executor(None, release.wait)
+    host = ProcessHost(COUNTING)
+    resetting = asyncio.create_task(host.reset(1, {}))
+    await asyncio.wait({resetting}, timeout=0.05)
+    resetting.cancel()
+    await asyncio.wait({resetting})
+    assert await host.close()
+    release.set()
+    await busy
+    while os.listdir("/proc/self/fd") != before:  # noqa: ASYNC110 - a process has no event for it
+        await asyncio.sleep(0.01)
 
 
 def test_a_thread_that_hangs_is_left_behind_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +185,7 @@ def test_a_thread_that_hangs_is_left_behind_and_told(monkeypatch: pytest.MonkeyP
     async def story(host: EnvironmentHost) -> None:
         assert isinstance(host, ThreadHost)
         await host.reset(1, {})
-        host._player._environment.step = lambda text: released.wait()  # type: ignore[union-attr,method-assign]
+        monkeypatch.setattr(Counting, "step", lambda environment, text: released.wait())
         hanging = asyncio.create_task(host.step("hang"))
         done, _ = await asyncio.wait({hanging}, timeout=0.1)
         assert not done

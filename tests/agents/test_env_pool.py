@@ -18,6 +18,8 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import EnvironmentFailed
 from tests.fakes.environments import COUNTING
 
+pytestmark = pytest.mark.virtual_time
+
 
 class FakeHost:
     """Takes the seconds that a task or text names; `fail` raises. `made` has all hosts."""
@@ -60,90 +62,72 @@ def pool_of(**limits: Any) -> tuple[EnvironmentPool, type[FakeHost]]:
     return EnvironmentPool(COUNTING, PoolLimits(**limits), {PoolLimits().isolation: kind}), kind
 
 
-def test_an_environment_plays_one_episode_after_another() -> None:
-    async def story() -> None:
-        pool, kind = pool_of()
-        for seed in (1, 2):
-            async with pool.episode(seed, {}) as game:
-                assert game.observation == f"seed {seed}"
-                assert await game.step("1") == Step("1")
-        (host,) = kind.made
-        assert host.log == ["reset 1", "1", "reset 2", "1"] and not host.closed
-        await pool.close()
-        assert host.closed and pool.left_behind == 0
-
-    run_virtual(story())
+async def test_an_environment_plays_one_episode_after_another() -> None:
+    pool, kind = pool_of()
+    for seed in (1, 2):
+        async with pool.episode(seed, {}) as game:
+            assert game.observation == f"seed {seed}"
+            assert await game.step("1") == Step("1")
+    (host,) = kind.made
+    assert host.log == ["reset 1", "1", "reset 2", "1"] and not host.closed
+    await pool.close()
+    assert host.closed and pool.left_behind == 0
 
 
 @pytest.mark.parametrize("text", ["fail", "100"], ids=["fails", "takes too long"])
-def test_one_that_failed_is_ended_and_replaced(text: str) -> None:
-    async def story() -> None:
-        pool, kind = pool_of(timeout_s=10)
-        with pytest.raises(EnvironmentFailed, match="step: no|step took more than 10 s"):
-            async with pool.episode(1, {}) as game:
-                await game.step(text)
-        async with pool.episode(2, {}) as game:
-            await game.step("1")
-        await pool.close()
-        assert [host.log for host in kind.made] == [["reset 1", text], ["reset 2", "1"]]
-        assert all(host.closed for host in kind.made)
-
-    run_virtual(story())
+async def test_one_that_failed_is_ended_and_replaced(text: str) -> None:
+    pool, kind = pool_of(timeout_s=10)
+    with pytest.raises(EnvironmentFailed, match="step: no|step took more than 10 s"):
+        async with pool.episode(1, {}) as game:
+            await game.step(text)
+    async with pool.episode(2, {}) as game:
+        await game.step("1")
+    await pool.close()
+    assert [host.log for host in kind.made] == [["reset 1", text], ["reset 2", "1"]]
+    assert all(host.closed for host in kind.made)
 
 
 @pytest.mark.parametrize("task", [{"fail": True}, {"seconds": 100}], ids=["fails", "takes too long"])
-def test_a_reset_that_fails_is_the_same(task: dict[str, Any]) -> None:
-    async def story() -> None:
-        pool, kind = pool_of(timeout_s=10)
-        with pytest.raises(EnvironmentFailed, match="reset: no|reset took more than 10 s"):
-            async with pool.episode(1, task):
-                raise AssertionError("it was not reset")
-        await pool.close()
-        assert [host.closed for host in kind.made] == [True]
-
-    run_virtual(story())
+async def test_a_reset_that_fails_is_the_same(task: dict[str, Any]) -> None:
+    pool, kind = pool_of(timeout_s=10)
+    with pytest.raises(EnvironmentFailed, match="reset: no|reset took more than 10 s"):
+        async with pool.episode(1, task):
+            raise AssertionError("it was not reset")
+    await pool.close()
+    assert [host.closed for host in kind.made] == [True]
 
 
-def test_an_error_of_the_agent_is_no_fault_of_the_environment() -> None:
-    async def story() -> None:
-        pool, kind = pool_of()
-        with pytest.raises(KeyError):
-            async with pool.episode(1, {}):
-                raise KeyError
-        assert [host.closed for host in kind.made] == [False]
-        await pool.close()
-
-    run_virtual(story())
-
-
-def test_one_that_could_not_be_ended_is_counted() -> None:
-    async def story() -> None:
-        pool, kind = pool_of()
+async def test_an_error_of_the_agent_is_no_fault_of_the_environment() -> None:
+    pool, kind = pool_of()
+    with pytest.raises(KeyError):
         async with pool.episode(1, {}):
-            kind.made[0].log.append("left")
-        await pool.close()
-        assert pool.left_behind == 1
-        assert [pool.newly_left(), pool.newly_left()] == [1, 0], "told once"
-
-    run_virtual(story())
+            raise KeyError
+    assert [host.closed for host in kind.made] == [False]
+    await pool.close()
 
 
-def test_the_next_environments_are_reset_while_all_turns_are_taken() -> None:
-    async def story() -> None:
-        pool, kind = pool_of(concurrency=1, reset_ahead=2)
+async def test_one_that_could_not_be_ended_is_counted() -> None:
+    pool, kind = pool_of()
+    async with pool.episode(1, {}):
+        kind.made[0].log.append("left")
+    await pool.close()
+    assert pool.left_behind == 1
+    assert [pool.newly_left(), pool.newly_left()] == [1, 0], "told once"
 
-        async def play(seed: int) -> None:
-            async with pool.episode(seed, {}) as game:
-                await game.step("10")
 
-        tasks = [asyncio.create_task(play(seed)) for seed in range(5)]
-        await asyncio.sleep(5)
-        assert [host.log for host in kind.made] == [["reset 0", "10"], ["reset 1"], ["reset 2"]]
-        await asyncio.gather(*tasks)
-        assert asyncio.get_running_loop().time() == pytest.approx(50)
-        await pool.close()
+async def test_the_next_environments_are_reset_while_all_turns_are_taken() -> None:
+    pool, kind = pool_of(concurrency=1, reset_ahead=2)
 
-    run_virtual(story())
+    async def play(seed: int) -> None:
+        async with pool.episode(seed, {}) as game:
+            await game.step("10")
+
+    tasks = [asyncio.create_task(play(seed)) for seed in range(5)]
+    await asyncio.sleep(5)
+    assert [host.log for host in kind.made] == [["reset 0", "10"], ["reset 1"], ["reset 2"]]
+    await asyncio.gather(*tasks)
+    assert asyncio.get_running_loop().time() == pytest.approx(50)
+    await pool.close()
 
 
 EPISODE = st.tuples(

@@ -6,36 +6,32 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from typing import Any
 
 from recipe.async_pipeline.agents.env_process import serve
 
 
-def test_each_request_has_one_answer_until_the_socket_is_closed() -> None:
-    async def story() -> list[dict[str, Any]]:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        serving = asyncio.create_task(serve(theirs))
-        reader, writer = await asyncio.open_connection(sock=ours)
-        answers = []
-        for number, message in enumerate(
-            (
-                {"name": "tests.fakes.environments:Counting", "kwargs": {"start": 2}},
-                {"call": "reset", "seed": 5, "task": {"hint": "h"}},
-                {"call": "step", "text": "a"},
-                {"call": "step", "text": "nan"},
-                {"call": "step", "text": "stop"},
-            )
-        ):
-            writer.write(json.dumps(message).encode() + b"\n")
-            if number:
-                answers.append(json.loads(await reader.readline()))
-        writer.close()
-        await writer.wait_closed()
-        await asyncio.wait_for(serving, 5)
-        return answers
-
-    assert asyncio.run(story()) == [
+async def test_each_request_has_one_answer_until_the_socket_is_closed() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    serving = asyncio.create_task(serve(theirs))
+    reader, writer = await asyncio.open_connection(sock=ours)
+    answers = []
+    for number, message in enumerate(
+        (
+            {"name": "tests.fakes.environments:Counting", "kwargs": {"start": 2}},
+            {"call": "reset", "seed": 5, "task": {"hint": "h"}},
+            {"call": "step", "text": "a"},
+            {"call": "step", "text": "nan"},
+            {"call": "step", "text": "stop"},
+        )
+    ):
+        writer.write(json.dumps(message).encode() + b"\n")
+        if number:
+            answers.append(json.loads(await reader.readline()))
+    writer.close()
+    await writer.wait_closed()
+    await asyncio.wait_for(serving, 5)
+    assert answers == [
         {"result": "seed 5 episode 1 h"},
         {"result": ["a 3", 0.5, False, False]},
         {"error": "the reward of a step must be a finite number, got nan"},

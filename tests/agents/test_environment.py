@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -36,16 +35,13 @@ def test_names_of_this_package_and_of_gymnasium() -> None:
 
 
 @pytest.mark.parametrize("spec", [COUNTING, AWAITING], ids=["functions", "coroutines"])
-def test_a_player_plays_episodes_one_after_another(spec: EnvironmentSpec) -> None:
-    async def story() -> None:
-        player = Player(spec)
-        assert await player.reset(7, {"hint": "go"}) == "seed 7 episode 1 go"
-        assert await player.step("a") == Step("a 1", 0.5)
-        assert await player.step("stop") == Step("stop 2", 0.5, over=True)
-        assert await player.reset(8, {}) == "seed 8 episode 2"
-        await player.close()
-
-    asyncio.run(story())
+async def test_a_player_plays_episodes_one_after_another(spec: EnvironmentSpec) -> None:
+    player = Player(spec)
+    assert await player.reset(7, {"hint": "go"}) == "seed 7 episode 1 go"
+    assert await player.step("a") == Step("a 1", 0.5)
+    assert await player.step("stop") == Step("stop 2", 0.5, over=True)
+    assert await player.reset(8, {}) == "seed 8 episode 2"
+    await player.close()
 
 
 @pytest.mark.parametrize(
@@ -57,26 +53,20 @@ def test_a_player_plays_episodes_one_after_another(spec: EnvironmentSpec) -> Non
         ("nan", "must be a finite number"),
     ],
 )
-def test_a_step_that_fails_has_one_error(text: str, why: str) -> None:
-    async def story() -> None:
-        player = Player(COUNTING)
-        await player.reset(1, {})
-        with pytest.raises(EnvironmentFailed, match=why):
-            await player.step(text)
-
-    asyncio.run(story())
+async def test_a_step_that_fails_has_one_error(text: str, why: str) -> None:
+    player = Player(COUNTING)
+    await player.reset(1, {})
+    with pytest.raises(EnvironmentFailed, match=why):
+        await player.step(text)
 
 
-def test_an_environment_that_cannot_be_made_or_reset_has_failed() -> None:
-    async def story() -> None:
-        with pytest.raises(EnvironmentFailed, match="reset: ValueError: no such task"):
-            await Player(COUNTING).reset(1, {"raises": True})
-        missing = Player(EnvironmentSpec(name="tests.fakes.environments:Other"))
-        with pytest.raises(EnvironmentFailed, match="reset: ConfigError: the environment"):
-            await missing.reset(1, {})
-        await missing.close()
-
-    asyncio.run(story())
+async def test_an_environment_that_cannot_be_made_or_reset_has_failed() -> None:
+    with pytest.raises(EnvironmentFailed, match="reset: ValueError: no such task"):
+        await Player(COUNTING).reset(1, {"raises": True})
+    missing = Player(EnvironmentSpec(name="tests.fakes.environments:Other"))
+    with pytest.raises(EnvironmentFailed, match="reset: ConfigError: the environment"):
+        await missing.reset(1, {})
+    await missing.close()
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ from recipe.async_pipeline.agents.episodes import (
     FAILED_EPISODE,
     PEAKS,
     POLICIES,
+    ROW_REASONS,
     EndPolicies,
     EpisodeRules,
     counted_together,
+    explain_rows,
     last_responses,
     metrics_of,
 )
@@ -60,7 +62,19 @@ def test_what_reached_its_own_end_is_trained() -> None:
 
 def test_what_the_policy_is_to_blame_for_is_never_repeated() -> None:
     for end, policies in POLICIES.items():
-        assert ("again" in policies) == (BLAME[end] != "policy")
+        assert ("again" in policies) == (BLAME[end] not in ("policy", "none"))
+
+
+def test_many_rows_are_explained() -> None:
+    few = {"agentic/episodes": 4.0, "agentic/conversations": 7.0, "agentic/rows_of_reminder": 3.0}
+    assert explain_rows(few) is None and explain_rows({}) is None
+    many = {"agentic/episodes": 4.0, "agentic/conversations": 30.0}
+    many |= {"agentic/rows_of_reminder": 20.0, "agentic/rows_of_tools": 2.0}
+    said = explain_rows(many)
+    assert said is not None and "7.5 rows of training an episode" in said
+    assert "tools that change (2), a reminder that is only in the newest message (20), other " in said
+    assert "other changes of the history (4)" in said
+    assert ROW_REASONS.keys() < COUNTS.keys()
 
 
 def one(turns: int | None = 2, end: str = DONE, attempts: int = 1) -> Trajectory:

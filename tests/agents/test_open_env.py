@@ -87,19 +87,16 @@ def test_a_closed_connection_costs_one_episode() -> None:
     assert play(episodes) == "at 2"
 
 
-def test_a_server_without_room_says_so() -> None:
-    async def main() -> None:
-        async with counting_server(capacity=1) as url:
-            first, second = (OpenEnvEnvironment(url, action="number", observation="text") for _ in "ab")
-            await first.reset(1)
-            try:
-                with pytest.raises(RuntimeError, match="CAPACITY_REACHED: no more sessions"):
-                    await second.reset(1)
-            finally:
-                await first.close()
-                await second.close()
-
-    asyncio.run(main())
+async def test_a_server_without_room_says_so() -> None:
+    async with counting_server(capacity=1) as url:
+        first, second = (OpenEnvEnvironment(url, action="number", observation="text") for _ in "ab")
+        await first.reset(1)
+        try:
+            with pytest.raises(RuntimeError, match="CAPACITY_REACHED: no more sessions"):
+                await second.reset(1)
+        finally:
+            await first.close()
+            await second.close()
 
 
 @pytest.mark.parametrize("isolation", list(HOSTS))

@@ -48,6 +48,11 @@ async def waiting(task: dict[str, Any], policy: Policy) -> dict[str, Any]:
     return {"reward": task["seed"]}
 
 
+def decorated(task: dict[str, Any], policy: Policy) -> Any:
+    """A plain decorator around an async function looks so."""
+    return waiting(task, policy)
+
+
 def silent(task: dict[str, Any], policy: Policy) -> None:
     pass
 
@@ -81,7 +86,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "agents_of_tests", sys.modules[HERE])
 
 
-@pytest.mark.parametrize(("name", "reward"), [("plain", 0.5), ("waiting", 3.0), ("silent", None)])
+@pytest.mark.parametrize(
+    ("name", "reward"), [("plain", 0.5), ("waiting", 3.0), ("decorated", 3.0), ("silent", None)]
+)
 def test_a_function_gives_a_reward_or_none(name: str, reward: float | None) -> None:
     assert played(f"agents_of_tests:{name}") == reward
 
@@ -214,14 +221,11 @@ def test_a_verify_that_fails_is_not_the_agents_fault(code: str, why: str) -> Non
         played("agents_of_tests:plain", verify=python(code))
 
 
-def test_an_agent_that_hangs_in_a_thread_does_not_hold_up_its_episode() -> None:
-    async def test() -> None:
-        runner = runner_of(AgentSpec(agent="agents_of_tests:hanging"))
-        task = asyncio.create_task(runner.run(TASK, POLICY, Folder()))
-        await asyncio.get_running_loop().run_in_executor(None, begun.wait)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        release.set()
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+async def test_an_agent_that_hangs_in_a_thread_does_not_hold_up_its_episode() -> None:
+    runner = runner_of(AgentSpec(agent="agents_of_tests:hanging"))
+    task = asyncio.create_task(runner.run(TASK, POLICY, Folder()))
+    await asyncio.get_running_loop().run_in_executor(None, begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    release.set()

@@ -60,7 +60,9 @@ def saved(root: Path, step: int, **knobs: Any) -> Path:
     made = origin(config(root, resume_mode="disable"), **knobs)
     part = begin(root, step)
     (part / "x").write_text("x")
-    return publish(part, step=step, run=made.run, identity=made.identity, saved_unix=float(step))
+    return publish(
+        part, step=step, run=made.run, identity=made.identity, saved_unix=1.0, epoch=made.epoch, record=1
+    )
 
 
 def test_a_new_run_gets_a_name_and_a_resumed_one_keeps_it(tmp_path: Path) -> None:
@@ -101,7 +103,9 @@ def test_resume_path_uses_that_checkpoint_or_fails(tmp_path: Path) -> None:
     ("change", "reason"),
     [
         ({"strategy": "fully_async"}, f"{OWN}.strategy was n_step_ahead there and is fully_async here"),
-        ({"max_lag": 5}, f"{OWN}.staleness.max_lag was 3 there and is 5 here"),
+        ({"max_lag": 5}, f"{OWN}.staleness.max_lag was 3 there and is 5 here; set it back, or start a new"),
+        ({"staleness.straggler": "mask"}, f"{OWN}.staleness.straggler was wait there and is mask here"),
+        ({"weight_sync.every": 2}, f"{OWN}.weight_sync.every was 1 there and is 2 here"),
     ],
 )
 def test_a_changed_setting_is_named(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
@@ -110,6 +114,33 @@ def test_a_changed_setting_is_named(tmp_path: Path, change: dict[str, Any], reas
     with pytest.raises(ConfigError, match="found no usable checkpoint"):
         origin(config(tmp_path), lines, **{"strategy": "n_step_ahead", "max_lag": 3, **change})
     assert reason in lines[0]
+
+
+def test_a_knob_that_may_change_is_no_reason(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 4)
+    changed: dict[str, Any] = {
+        "faults.bad_data.empty_answer": "fail",
+        "weight_sync.timeout_s": 5.0,
+        "reward.failure": "drop",
+    }
+    found = origin(config(tmp_path), **changed).found
+    assert found is not None and found.folder == folder
+
+
+@pytest.mark.parametrize(("key", "value"), [("dataloader_num_workers", 4), ("shuffle", False)])
+def test_a_dataloader_of_another_kind_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    """Its state would be refused by an assertion of torchdata, or would be of another order."""
+    raw = config(tmp_path)
+    raw["data"] |= {"dataloader_num_workers": 0, "shuffle": True}
+    made = origin(raw)
+    part = begin(tmp_path, 4)
+    (part / "x").write_text("x")
+    publish(part, step=4, run=made.run, identity=made.identity, saved_unix=4.0, epoch=made.epoch, record=1)
+    raw["data"][key] = value
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="found no usable checkpoint"):
+        origin(raw, lines)
+    assert f"data.{key} was " in lines[0]
 
 
 def test_a_run_with_a_ledger_resumes_from_its_own_checkpoints_only(tmp_path: Path) -> None:
@@ -129,8 +160,10 @@ def test_a_run_with_a_ledger_resumes_from_its_own_checkpoints_only(tmp_path: Pat
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    begin(tmp_path, 9)
+    part = begin(tmp_path, 9)
     origin(config(tmp_path))
+    assert part.exists(), "a run that saves nothing may look at the folder of one that does"
+    origin(config(tmp_path, save_freq=1))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -190,6 +223,10 @@ def test_a_remote_model_is_identified_by_name(tmp_path: Path) -> None:
         ({"save_freq": -7}, "trainer.save_freq must be"),
         ({"max_actor_ckpt_to_keep": 0}, "trainer.max_actor_ckpt_to_keep must be >= 1, or null"),
         ({"max_critic_ckpt_to_keep": "many"}, "trainer.max_critic_ckpt_to_keep must be >= 1, or null"),
+        (
+            {"save_freq": -1, "v1": {"async_pipeline": {"faults": {"notice_s": 60.0}}}},
+            "faults.notice_s=60.0 requires checkpoints, got trainer.save_freq=-1",
+        ),
         ({"resume_from_path": "/nowhere"}, "trainer.resume_from_path must be left out with resume_mode=auto"),
         (
             {"resume_mode": "resume_path", "resume_from_path": "/nowhere"},
@@ -261,7 +298,7 @@ def test_a_ledger_that_ends_before_its_checkpoint_is_refused(tmp_path: Path) -> 
     made = origin(config(tmp_path, resume_mode="disable"))
     part = begin(tmp_path, 4)
     (part / "pipeline.json").write_text(json.dumps({"flow": {"ledger": {"number": 7}}}))
-    publish(part, step=4, run=made.run, identity=made.identity, saved_unix=4.0)
+    publish(part, step=4, run=made.run, identity=made.identity, saved_unix=4.0, epoch=made.epoch, record=1)
     found = origin(config(tmp_path)).found
     assert found is not None
     check_ledger(tmp_path, found)

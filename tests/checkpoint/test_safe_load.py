@@ -23,11 +23,6 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture
-def safe_load(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.checkpoint.safe_load")
-
-
-@pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
@@ -42,12 +37,12 @@ class Evil:
         self.where = where
 
 
-def test_a_file_that_would_run_code_is_refused(safe_load: ModuleType, tmp_path: Path) -> None:
+def test_a_file_that_would_run_code_is_refused(module: ModuleType, tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2), "rng": Evil(tmp_path / "it_ran")}, tmp_path / "evil.pt")
     with pytest.raises(
         CheckpointError, match=r"the_folder holds more than tensors and plain values, and was not loaded"
     ):
-        with safe_load.weights_only(Path("the_folder")):
+        with module.weights_only(Path("the_folder")):
             torch.load(tmp_path / "evil.pt", weights_only=False)
     assert not (tmp_path / "it_ran").exists()
     torch.load(tmp_path / "evil.pt", weights_only=False)
@@ -56,7 +51,7 @@ def test_a_file_that_would_run_code_is_refused(safe_load: ModuleType, tmp_path: 
 
 
 def test_everything_that_a_rank_saves_can_be_loaded(
-    safe_load: ModuleType, load: Load, one_rank: None, tmp_path: Path
+    module: ModuleType, load: Load, one_rank: None, tmp_path: Path
 ) -> None:
     """Load what verl's FSDP checkpoint manager writes: sharded states, scheduler and random state."""
     manager = load("verl.utils.checkpoint.checkpoint_manager").BaseCheckpointManager
@@ -76,7 +71,7 @@ def test_everything_that_a_rank_saves_can_be_loaded(
     for name, state in saved.items():
         torch.save(state, tmp_path / f"{name}.pt")
     following = random.random(), float(np.random.random()), torch.rand(1).item()
-    with safe_load.weights_only(tmp_path):
+    with module.weights_only(tmp_path):
         found = {name: torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in saved}
     assert torch.equal(found["model"]["weight"].to_local(), saved["model"]["weight"].to_local())
     assert found["optim"].keys() == saved["optim"].keys()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ from recipe.async_pipeline.checkpoint.store import (
     begin,
     damage,
     newest,
+    next_epoch,
     prune,
     publish,
     published,
@@ -34,12 +36,15 @@ from recipe.async_pipeline.errors import CheckpointError, ConfigError
 MINE = {"trainer.project_name": "mine", "verl": "0.9.1"}
 
 
-def made(root: Path, step: int, *, run: str = "r", at: float | None = None, text: str = "weights") -> Path:
+def made(root: Path, step: int, *, run: str = "r", epoch: int = 1, text: str = "weights") -> Path:
+    """Publish a checkpoint of a process whose host has a clock that runs backwards."""
     part = begin(root, step)
     (part / "actor").mkdir()
     (part / "actor" / "model.pt").write_text(text)
     (part / "pipeline.json").write_text("{}")
-    return publish(part, step=step, run=run, identity=MINE, saved_unix=float(step) if at is None else at)
+    return publish(
+        part, step=step, run=run, identity=MINE, saved_unix=9e9 - step, epoch=epoch, record=step * 10
+    )
 
 
 def test_a_published_checkpoint_verifies_and_is_named_for_verls_tools(tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_a_process_checks_the_files_that_it_loads(tmp_path: Path) -> None:
     for name in [*names, "reference/rank_1_of_2.safetensors"]:
         (part / name).parent.mkdir(parents=True, exist_ok=True)
         (part / name).write_text(name)
-    folder = publish(part, step=5, run="r", identity=MINE, saved_unix=5.0)
+    folder = publish(part, step=5, run="r", identity=MINE, saved_unix=5.0, epoch=1, record=1)
 
     def found() -> list[str | None]:
         return [
@@ -139,7 +144,15 @@ def test_files_that_were_hashed_while_they_were_written_are_not_read(tmp_path: P
         file.write(b"12345")
     (part / "model.pt").write_text("weights")
     folder = publish(
-        part, step=5, run="r", identity=MINE, saved_unix=5.0, known=files.entries, count=counted.append
+        part,
+        step=5,
+        run="r",
+        identity=MINE,
+        saved_unix=5.0,
+        epoch=1,
+        record=1,
+        known=files.entries,
+        count=counted.append,
     )
     assert sum(counted) == len("weights")
     verify(folder, MINE, contents=True)
@@ -215,10 +228,40 @@ def test_newest_finds_the_newest_usable_checkpoint(tmp_path: Path) -> None:
 
 def test_newest_means_most_recently_written(tmp_path: Path) -> None:
     """A fresh start in the same folder has lower steps than the run before it."""
-    made(tmp_path, 40, run="old", at=100.0)
-    made(tmp_path, 5, run="new", at=200.0)
+    made(tmp_path, 40, run="old")
+    epoch = next_epoch(tmp_path)
+    made(tmp_path, 5, run="new", epoch=epoch)
     found = newest(tmp_path, MINE, None, print)
     assert found is not None and found.manifest.run == "new"
+    assert (epoch, next_epoch(tmp_path)) == (2, 3)
+
+
+def test_a_process_that_resumed_an_older_checkpoint_keeps_what_it_writes(tmp_path: Path) -> None:
+    """It repeats steps, on a host whose clock is behind."""
+    for step in (10, 15):
+        made(tmp_path, step)
+    folder = made(tmp_path, 12, epoch=next_epoch(tmp_path))
+    assert [path.name for path in prune(tmp_path, "r", 1)] == ["global_step_15", "global_step_10"]
+    assert published(tmp_path) == [folder]
+
+
+def test_a_checkpoint_whose_manifest_is_lost_is_reported_first(tmp_path: Path) -> None:
+    for step in (5, 10):
+        made(tmp_path, step)
+    (tmp_path / "global_step_5" / MANIFEST).write_text("{")
+    lines: list[str] = []
+    found = newest(tmp_path, MINE, None, lines.append)
+    assert found is not None and found.manifest.step == 10
+    assert len(lines) == 1 and "global_step_5 is damaged: its manifest.json cannot be read" in lines[0]
+
+
+def test_an_older_format_is_named(tmp_path: Path) -> None:
+    folder = made(tmp_path, 5)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["epoch"], manifest["record"]
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 1}))
+    with pytest.raises(CheckpointError, match="has format 1; this version of the pipeline reads 2 and 3"):
+        verify(folder, MINE)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
@@ -238,7 +281,7 @@ def test_auto_does_not_start_fresh_if_no_checkpoint_is_usable(tmp_path: Path) ->
 
 @pytest.mark.parametrize("keep", [1, 2, None])
 def test_prune_deletes_the_oldest_of_this_run(tmp_path: Path, keep: int | None) -> None:
-    made(tmp_path, 99, run="other", at=0.0)
+    made(tmp_path, 99, run="other", epoch=0)
     for step in (5, 10, 15):
         made(tmp_path, step)
     gone = prune(tmp_path, "r", keep)
@@ -255,6 +298,17 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     folder = made(tmp_path, 5, text="new")
     assert (folder / "actor" / "model.pt").read_text() == "new"
     verify(folder, MINE)
+
+
+def test_the_checkpoint_of_another_run_is_moved_away(tmp_path: Path) -> None:
+    for _ in range(2):
+        made(tmp_path, 5, run="old", text="old")
+        made(tmp_path, 5, run="new", epoch=2, text="new")
+    kept = tmp_path / "earlier.old" / "global_step_5"
+    assert verify(kept, MINE, "old", contents=True).run == "old"
+    assert (tmp_path / "earlier.new" / "global_step_5" / "actor" / "model.pt").read_text() == "new"
+    assert verify(tmp_path / "global_step_5", MINE, "new", contents=True).run == "new"
+    assert published(tmp_path) == [tmp_path / "global_step_5"]
 
 
 class Killed(BaseException):

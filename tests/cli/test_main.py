@@ -35,6 +35,27 @@ def subcommand(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+def test_output_without_a_reader_ends_a_command_without_a_traceback() -> None:
+    """As `async-pipeline explain --knobs | head -1` does."""
+    command = [sys.executable, "-m", "recipe.async_pipeline", "explain", "--knobs"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (EXIT_OURS, "")
+
+
+def test_another_broken_pipe_is_an_error(
+    subcommand: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(args: argparse.Namespace) -> int:
+        raise BrokenPipeError("a socket")
+
+    monkeypatch.setattr(subcommand, "run", fails)
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        main.main(["fake"])
+
+
 def test_a_terminated_subcommand_can_clean_up(subcommand: types.ModuleType) -> None:
     cleaned: list[str] = []
 

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from recipe.async_pipeline.cli.watch import Screen
 from recipe.async_pipeline.observe.table import MARK, TRANSIENT
 from recipe.async_pipeline.processes import descendants
 from tests import REPOSITORY
-from tests.fakes.waiting import DEADLINE_S
+from tests.fakes.waiting import DEADLINE_S, until
 
 SLEEPER = (
     "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session={detached}); "
@@ -148,6 +149,36 @@ def test_an_unwritable_log_is_reported_and_does_not_stop_the_run(out: io.StringI
     assert shown(out)[-1] == "failed with status 3"
 
 
+class Broken(io.StringIO):
+    """A terminal whose other end is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_broken_screen_costs_the_shown_lines_only(tmp_path: Path) -> None:
+    screen = Screen(Broken(), time.monotonic())
+    lines = [f"{MARK} run directory {tmp_path}", f"{TRANSIENT} step 1/9", f"{MARK} step 1", "noise"]
+    for line in lines:
+        screen.line(f"{line}\n")
+    screen.fail(3)
+    screen.close()
+    log = (tmp_path / "run.log").read_text(encoding="utf-8").splitlines()
+    assert [line for line in log if not line.startswith("watch: ")] == [lines[0], *lines[2:]]
+    (lost,) = (line for line in log if line.startswith("watch: "))
+    assert "Broken pipe" in lost
+
+
+def test_a_terminal_that_lacks_a_character_shows_the_rest() -> None:
+    raw = io.BytesIO()
+    screen = Screen(io.TextIOWrapper(raw, encoding="ascii"), time.monotonic())
+    screen.line(f"{MARK} Zürich → 3\n")
+    assert raw.getvalue().endswith(b"Z?rich ? 3\n")
+
+
 def test_the_cause_is_on_the_last_line(out: io.StringIO, tmp_path: Path) -> None:
     screen = screen_of(out)
     for line in (f"{MARK} run directory {tmp_path}", "Traceback", f"{MARK} cause: ValueError: boom", "noise"):
@@ -179,7 +210,7 @@ def test_a_long_silence_is_broken(out: io.StringIO, tmp_path: Path, monkeypatch:
     screen.line(f"{MARK} run directory {tmp_path}\n")
     screen.reassure()
     screen.close()
-    assert shown(out)[0] == "... running: 1 lines so far"
+    assert shown(out)[0] == "... running: 1 line so far"
     assert shown(out)[-1] == "... running: 2 lines in run.log so far"
 
 
@@ -331,6 +362,71 @@ def test_a_second_ctrl_c_kills_immediately() -> None:
     status, _, had = interrupt(1000, 2, stubborn)
     assert status == 130
     assert had and all(is_gone(pid) for pid in had)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_ends_the_run_as_sigterm_does(number: signal.Signals) -> None:
+    """A shell and the kernel both send SIGHUP; twice is no request to kill."""
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        f"try:\n    print({MARK!r}, 'ready', flush=True)\n    time.sleep(1000)\n"
+        f"except {'SystemExit' if number == signal.SIGTERM else 'KeyboardInterrupt'}:\n"
+        f"    time.sleep(0.5)\n    print({MARK!r}, 'tidied up', flush=True)\n"
+    )
+    # Under nohup, the tests themselves ignore it.
+    takes = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); " + HURRIED.format(stop_s=1000)
+    with started("-c", takes, sys.executable, "-c", code) as process:
+        assert process.stdout is not None
+        assert b"ready" in process.stdout.readline()
+        had = descendants(process.pid)
+        process.send_signal(number)
+        # On a busy machine, lines that the command still runs may come first.
+        assert any(b"interrupted" in line for line in iter(process.stdout.readline, b""))
+        if number == signal.SIGHUP:
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert b"tidied up" in output
+    assert had and all(is_gone(pid) for pid in had)
+
+
+def test_nohup_keeps_the_run() -> None:
+    ignores = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + HURRIED.format(stop_s=1000)
+    code = f"import os, signal; os.kill(os.getppid(), signal.SIGHUP); print({MARK!r}, 'done')"
+    with started("-c", ignores, sys.executable, "-c", code) as process:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert b"done" in output
+
+
+@pytest.mark.slow
+def test_the_command_runs_to_its_end_although_its_screen_is_not_read(tmp_path: Path) -> None:
+    lines = 20_000  # more than any pipe holds
+    code = (
+        f"print({MARK!r}, 'run directory {tmp_path}', flush=True)\n"
+        f"for number in range({lines}): print({MARK!r}, 'step', number)"
+    )
+    with started("-m", "recipe.async_pipeline", "watch", "--", sys.executable, "-c", code) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(DEADLINE_S)
+    assert (tmp_path / "run.log").read_text().count("step") == lines
+
+
+def test_the_command_ends_if_its_watch_is_killed() -> None:
+    """Also below a shell, as most launch scripts are."""
+    code = (
+        "from recipe.async_pipeline.verl_bridge import interrupts; interrupts.end_with_watch()\n"
+        f"import os, time; print({MARK!r}, os.getpid(), flush=True); time.sleep(1000)"
+    )
+    shell = f"{sys.executable} -c {shlex.quote(code)}; exit 0"
+    with started("-m", "recipe.async_pipeline", "watch", "--", "sh", "-c", shell) as process:
+        assert process.stdout is not None
+        command = int(process.stdout.readline().split()[-1])
+        process.kill()
+        until(lambda: is_gone(command), "the end of the command")
 
 
 # Processes.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.config import agent_program
-from recipe.async_pipeline.config.agent_program import program_values, runnable
+from recipe.async_pipeline.config.agent_program import hidden_paths, program_values, runnable
 from recipe.async_pipeline.config.agentic import EXTERNAL, AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import ConfigError
 
@@ -50,6 +50,18 @@ def test_external_runners_are_no_program_of_the_run(tmp_path: Path, monkeypatch:
         AgenticConfig(agent=EXTERNAL, verify=sys.executable, gateway=GatewayConfig(runners_dir="runners"))
     )
     assert found == {f"{GatewayConfig.PATH}.runners_dir": str(tmp_path / "runners"), VERIFY: sys.executable}
+
+
+def test_what_agents_do_not_see_of_a_run() -> None:
+    config = {
+        "trainer.v1.async_pipeline_runtime.run_dir": "/runs/a",
+        "data.train_files": ["/data/train.parquet", "hdfs://host/more.parquet"],
+        "data.val_files": "/data/val.parquet",
+        "actor_rollout_ref.model.path": "/models/a",
+    }
+    knobs = AgenticConfig(agent="m:f", sandbox_hidden=("/sources",))
+    expected = {"/sources", "/runs/a", "/data/train.parquet", "/data/val.parquet"}
+    assert set(hidden_paths(config.get, knobs)) == expected
 
 
 @pytest.mark.parametrize(

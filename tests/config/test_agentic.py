@@ -81,6 +81,8 @@ VALUES = {
     "failure_reward": -1.0,
     "agent_env": {"A": "b"},
     "verify": "true",
+    "sandbox": "on",
+    "sandbox_hidden": ("/data",),
 }
 
 
@@ -100,7 +102,7 @@ def test_a_knob_requires_what_it_is_for(knob: str, needed: tuple[str, ...]) -> N
         AsyncPipelineConfig.of({f"agentic.{knob}": value})
     for one in needed:
         chains = {"agentic.gateway.max_chains": 1} if knob == "turn_rewards" and one == "agent" else {}
-        command = {"agentic.agent": "true"} if knob == "agent_env" else {}
+        command = {"agentic.agent": "true"} if knob in ("agent_env", "sandbox") else {}
         needs = {f"agentic.{one}": KEYS[one][0], **chains, **command}
         found = AsyncPipelineConfig.of({f"agentic.{knob}": value, **needs}).agentic
         assert (found.gateway.max_chains if knob.startswith("gateway") else getattr(found, knob)) == value
@@ -128,10 +130,23 @@ def test_arguments_of_an_environment_have_another_knob() -> None:
 
 def test_rewards_of_turns_of_an_agent_require_one_conversation() -> None:
     values = {"agentic.turn_rewards": True, "agentic.agent": "m:f"}
-    with pytest.raises(ConfigError, match=r"turn_rewards requires .*max_chains=1 .*, got 8; set it to 1"):
+    with pytest.raises(ConfigError, match=r"turn_rewards requires .*max_chains=1 .*, got 16; set it to 1"):
         AsyncPipelineConfig.of(values)
     assert AsyncPipelineConfig.of({**values, "agentic.gateway.max_chains": 1}).agentic.turn_rewards
     assert AsyncPipelineConfig.of({"agentic.turn_rewards": True, "agentic.environment": "m:C"})
+
+
+def test_conversations_follow_the_turns_unless_they_are_set() -> None:
+    values = {"agentic.agent": "m:f", "agentic.max_turns": 40}
+    assert AsyncPipelineConfig.of(values).agentic.max_chains == 40
+    assert AsyncPipelineConfig.of({**values, "agentic.gateway.max_chains": 3}).agentic.max_chains == 3
+
+
+def test_only_agents_begin_other_conversations() -> None:
+    values = {"agentic.ends.chains": "score"}
+    assert AsyncPipelineConfig.of({**values, "agentic.agent": "m:f"}).agentic.ends.chains == "score"
+    with pytest.raises(ConfigError, match=r"ends.chains=score requires .*agentic.agent, .*; remove it"):
+        AsyncPipelineConfig.of({**values, "agentic.environment": "m:C"})
 
 
 def test_redundancy_refuses_that_failures_fill_the_groups() -> None:
@@ -149,6 +164,13 @@ def test_the_path_of_a_unix_socket_is_limited() -> None:
         AsyncPipelineConfig.of({**values, knob: values[knob] + "a"})
 
 
+def test_the_host_of_the_gateway_is_an_address() -> None:
+    values = {"agentic.agent": "m:f", "agentic.gateway.host": "0.0.0.0"}
+    assert AsyncPipelineConfig.of(values).agentic.gateway.host == "0.0.0.0"
+    with pytest.raises(ConfigError, match=r"gateway.host must be an address of this host, .* got 'node1'"):
+        AsyncPipelineConfig.of({**values, "agentic.gateway.host": "node1"})
+
+
 def test_knobs_of_a_section_are_named_one_by_one() -> None:
     with pytest.raises(ConfigError) as caught:
         AsyncPipelineConfig.of({"agentic.gateway.max_chains": 1, "agentic.environment": "m:C"})
@@ -162,6 +184,10 @@ def test_knobs_of_a_section_are_named_one_by_one() -> None:
         (
             {"agent": "m:f", "agent_env": {"A": "b"}},
             "agent_env requires a command as the agent, or verify, got",
+        ),
+        (
+            {"agent": "m:f", "sandbox": "on"},
+            "sandbox=on requires a command as the agent, or verify, got agent='m:f', which runs elsewhere",
         ),
         (
             {"agent": "true", "agent_env": {"OPENAI_API_KEY": "abc"}},

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.config.batch_sizes import check_batch_sizes
+from recipe.async_pipeline.config.batch_sizes import fit_batch_sizes
 from recipe.async_pipeline.config.paths import nested
 from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.errors import ConfigError
@@ -27,7 +27,6 @@ DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.n": 8,
     f"{ROLLOUT}.prompt_length": 8,
     f"{ROLLOUT}.response_length": 4,
-    f"{ROLLOUT}.max_model_len": None,
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": False,
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 12,
     LOGP: 4,
@@ -53,12 +52,12 @@ WITH_CRITIC = (*SHARED, "critic")
 
 def check(
     changes: dict[str, Any] | None = None, *, devices: int = 1, roles: tuple[str, ...] = SHARED, **pools: int
-) -> None:
+) -> dict[str, tuple[int, str]]:
     """Check the defaults with changes. `pools` maps stages with separate pools to the devices of the pool."""
     shared = Pool("train", tuple(role for role in roles if role not in pools), (devices,))
     own = (Pool(role, (role,), (size,)) for role, size in pools.items())
     placement = Placement((shared, *own, Pool("generate", ("generate",), (1,))))
-    check_batch_sizes(nested({**DEFAULTS, **(changes or {})}), placement)
+    return fit_batch_sizes(nested({**DEFAULTS, **(changes or {})}), placement)
 
 
 def batch(prompts: int, responses: int, mini: int | None = None, micro: int = 1) -> dict[str, Any]:
@@ -79,44 +78,58 @@ def test_the_defaults_fit() -> None:
     check(devices=4, roles=WITH_CRITIC, logp=2, ref_logp=1, critic=8)
 
 
-SIX_BY_FIVE = {**batch(6, 5, micro=64)}
+@pytest.mark.parametrize(
+    ("changes", "options", "fitted"),
+    [
+        (batch(6, 5, micro=64), {}, {MICRO: 30, LOGP: 30, REF_LOGP: 30}),
+        ({**batch(6, 5, micro=30), LOGP: 16}, {}, {LOGP: 15}),
+        (batch(6, 5, micro=4), {"devices": 2}, {MICRO: 3, LOGP: 3, REF_LOGP: 3}),
+        # Seven prompts are padded to eight.
+        ({**batch(7, 1, mini=4, micro=4), LOGP: 7}, {}, {LOGP: 4}),
+        (batch(8, 4, mini=4, micro=16), {"logp": 4}, {LOGP: 8}),
+        # The steps of the warm-up are padded to the critic's mini-batches alone.
+        (
+            {**batch(6, 1, mini=4, micro=4), "critic.ppo_mini_batch_size": 6, "trainer.critic_warmup": 2},
+            {"roles": WITH_CRITIC},
+            {LOGP: 3, REF_LOGP: 3},
+        ),
+    ],
+)
+def test_micro_batches_that_do_not_divide_become_smaller(
+    changes: dict[str, Any], options: dict[str, Any], fitted: dict[str, int]
+) -> None:
+    found = check(changes, **options)
+    assert {path: value for path, (value, _) in found.items()} == fitted
+    assert not check({**changes, **fitted}, **options)
+
+
+def test_sizes_of_other_engines_share_rows() -> None:
+    """Each has separate keys, in the section of its name."""
+    engine = {f"{ACTOR}.strategy": "torchtitan", f"{ACTOR}.torchtitan.tensor_parallel_size": 4}
+    assert not check({**batch(8, 1, mini=8), **engine}, devices=8)
+    with pytest.raises(ConfigError, match=r"sizes of \S+\.torchtitan must together divide the 6 .*, got 4"):
+        check({**batch(6, 1), **engine}, devices=6)
+
+
+def test_the_reason_names_the_samples() -> None:
+    _, why = check({**batch(6, 5, micro=30), LOGP: 16})[LOGP]
+    assert why.startswith(
+        "16 does not divide the 30 samples of a batch on each rank of logp (data.train_batch"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "why"),
     [
         (
-            SIX_BY_FIVE,
+            batch(31, 1, micro=16),
             {},
-            rf"{MICRO} must divide the 30 samples that each rank trains .* / 1 ranks\), got 64; "
-            r"use .*\.use_dynamic_bsz=True, or set it to 30$",
+            rf"{MICRO} must divide the 31 .* got 16; use .*_bsz=True, or set it to 1$",
         ),
-        (
-            {**SIX_BY_FIVE, MICRO: 30},
-            {},
-            rf"{LOGP} must divide the 30 samples of a batch on each rank of logp .* 64; use .* set it to 30$",
-        ),
-        (
-            {**SIX_BY_FIVE, MICRO: 30, LOGP: 15},
-            {},
-            rf"{REF_LOGP} must divide the 30 samples .* of ref_logp .*, got 64; use .* set it to 30$",
-        ),
-        (batch(6, 5, micro=4), {"devices": 2}, rf"{MICRO} must divide the 15 .* / 2 ranks.* set it to 3$"),
         (
             batch(6, 5),
             {"devices": 4},
             r"a mini-batch \(actor.*, 30 samples, .* 4 devices .*; nearest .* 3 and 5",
-        ),
-        # Seven prompts are padded to eight.
-        (
-            {**batch(7, 1, mini=4, micro=4), LOGP: 7},
-            {},
-            rf"{LOGP} must divide the 8 samples .* set it to 4$",
-        ),
-        (
-            batch(8, 4, mini=4, micro=16),
-            {"logp": 4},
-            rf"{LOGP} must divide the 8 samples .* on each rank of logp",
         ),
         (batch(5, 3), {"ref_logp": 2}, r"a batch of ref_logp \(data.*\), 15 samples, .* by the 2 devices"),
         (
@@ -146,16 +159,6 @@ SIX_BY_FIVE = {**batch(6, 5, micro=64)}
             {"critic.ppo_infer_max_token_len_per_gpu": 11},
             {"roles": WITH_CRITIC},
             r"critic\.ppo_infer_max_token_len_per_gpu must be .* longest sequence, 12 tokens .*got 11",
-        ),
-        # The steps of the warm-up are padded to the critic's mini-batches alone.
-        (
-            {
-                **batch(6, 1, mini=4, micro=4),
-                "critic.ppo_mini_batch_size": 6,
-                "trainer.critic_warmup": 2,
-            },
-            {"roles": WITH_CRITIC},
-            rf"{LOGP} must divide the 6 samples .*, got 4; use .* set it to 3$",
         ),
         (
             {f"{ACTOR}.use_dynamic_bsz": True},
@@ -235,13 +238,6 @@ def test_sequences_over_several_devices_share_the_tokens() -> None:
         (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"), 6
     )
     check(ulysses | tokens | dict.fromkeys(DYNAMIC, True), devices=2)
-
-
-def test_a_shorter_context_limits_the_longest_sequence() -> None:
-    tokens = dict.fromkeys(
-        (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"), 6
-    )
-    check({f"{ROLLOUT}.max_model_len": 6} | tokens | dict.fromkeys(DYNAMIC, True))
 
 
 def test_hybrid_sharding_leaves_the_ranks() -> None:

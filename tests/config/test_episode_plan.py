@@ -63,9 +63,25 @@ WARNING = "an agent that runs what the model writes needs verify, because the mo
     ],
 )
 def test_who_gives_the_reward_of_an_agent(knobs: dict[str, Any], kind: str, reward: str) -> None:
-    first, second, third, _ = said(**knobs)
+    first, second, *more = said(**knobs)
     assert kind in first and second.endswith(reward)
-    assert "deadline of a turn none, an episode none" in third
+    assert "deadline of a turn none, an episode none" in more[-2]
+
+
+def test_whether_commands_are_in_a_sandbox() -> None:
+    command: dict[str, Any] = {"agent": "python mine.py"}
+    assert any("in a sandbox on hosts that permit one" in line for line in said(**command))
+    assert "its commands run in a sandbox (sandbox=on)" in said(
+        agent="mine:play", verify="true", sandbox="on"
+    )
+    assert any("can read the files and processes" in line for line in said(sandbox="off", **command))
+    assert not any("sandbox" in line for line in said(agent="mine:play"))
+
+
+def test_a_gateway_that_other_hosts_reach() -> None:
+    lines = said(agent="mine:play", gateway=GatewayConfig(host="0.0.0.0"))
+    assert any("listens on 0.0.0.0, unencrypted: other hosts reach it" in line for line in lines)
+    assert not any("listens on" in line for line in said(agent="mine:play"))
 
 
 def test_an_agent_that_has_its_control_key() -> None:

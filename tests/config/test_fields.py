@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 
 from recipe.async_pipeline.config.fields import Bounds, build, check_fields, knobs_of, sections_of
+from recipe.async_pipeline.config.schema import AsyncPipelineConfig
 from recipe.async_pipeline.errors import ConfigError
 
 
@@ -22,12 +23,24 @@ class Inner:
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("switch", "inner")
+
     count: Annotated[int, Bounds(least=1)] = 3
     switch: bool = False
     name: str | None = None
     items: tuple[str, ...] = ()
     table: Mapping[str, Any] | None = None
     inner: Inner = Inner()
+
+
+def test_a_knob_stays_as_it_is_unless_it_or_its_section_declares_otherwise() -> None:
+    changeable = [knob.path for knob in knobs_of(Outer) if knob.may_change]
+    assert changeable == ["switch", "inner.word", "inner.share", "inner.either"]
+
+
+def test_every_declaration_names_a_knob_or_section() -> None:
+    for cls in (AsyncPipelineConfig, *sections_of(AsyncPipelineConfig).values()):
+        assert set(getattr(cls, "MAY_CHANGE", ())) <= {field.name for field in fields(cls)}, cls.__name__
 
 
 def test_knobs_are_listed_with_their_sections() -> None:

@@ -30,6 +30,11 @@ def test_a_key_that_the_config_lacks() -> None:
     assert unknown_key("trainer.nope") == (
         "trainer.nope is not a key of this config; check its spelling, or write +trainer.nope=... to add it"
     )
+    assert unknown_key("trainer.nope", read=False) == (
+        "trainer.nope is not a key of this config, and no code of verl reads it; leave it out, or write "
+        "+trainer.nope=... for code of yours that does"
+    )
+    assert unknown_key("max_turns", read=False).endswith(f"leave it out, or set {OWN}.agentic.max_turns")
 
 
 def test_an_unknown_knob_gets_a_hint() -> None:

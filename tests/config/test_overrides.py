@@ -6,9 +6,11 @@ from __future__ import annotations
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config.overrides import explain_complaint, sets
+from recipe.async_pipeline.config.overrides import explain_complaint, quote_names, sets
 from recipe.async_pipeline.config.paths import OWN
 from tests import REPOSITORY
 
@@ -63,3 +65,34 @@ def test_other_lines_are_left_alone() -> None:
 )
 def test_a_command_line_sets_a_key(override: str, expected: bool) -> None:
     assert sets(["other=1", override], "a.b") is expected
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("name=läuft", "läuft"),
+        ("name=/data/日本 語/it's: 1, 2", "/data/日本 語/it's: 1, 2"),
+        ("name=über\\", "über\\"),
+        ("name='schön'", "schön"),
+        ('name="schön"', "schön"),
+        ("name=[/a/é.parquet, b, 'ü,ö', [ö]]", ["/a/é.parquet", "b", "ü,ö", ["ö"]]),
+        ("name={size: groß wie 4, path: /é:b, more: {list: [ä, 1]}}",
+         {"size": "groß wie 4", "path": "/é:b", "more": {"list": ["ä", 1]}}),
+        ("name=[a,{b:c}]", ["a", {"b": "c"}]),
+    ],
+)  # fmt: skip
+def test_texts_that_are_not_ascii_need_no_quotes(override: str, value: object) -> None:
+    parsed = OverridesParser.create().parse_override(quote_names(override))
+    assert OmegaConf.to_container(OmegaConf.create({"name": parsed.value()})) == {"name": value}
+
+
+@pytest.mark.parametrize("override", ["größe=1", "name={größe: 1}", "name={größe: groß}"])
+def test_keys_that_are_not_ascii_belong_into_a_file(override: str) -> None:
+    GlobalHydra.instance().clear()
+    with (
+        initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None),
+        pytest.raises(HydraException) as caught,
+    ):
+        compose(config_name="async_pipeline", overrides=[quote_names(override)])
+    line = explain_complaint(str(caught.value).split("\n")[0])
+    assert line is not None and line.endswith("because it has keys that are not ASCII; set it in a file")

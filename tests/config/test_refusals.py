@@ -60,13 +60,24 @@ ROWS = (
 def test_a_row_refuses_under_its_condition() -> None:
     config = nested({"a.b": 2, "a.c": 7, "s.d": 0})
     with pytest.raises(ConfigError, match=r"^a\.b must be 1 with a\.c=7, got 2; set it, or a\.c=0$"):
-        refuse(ROWS, Settings(config, section="s"))
+        refuse(ROWS[:2], Settings(config, section="s"))
     refuse(ROWS[:1], Settings(config | {"a": {"b": 2}}, section="s"))
+
+
+def test_each_key_is_named_once_and_all_are() -> None:
+    twice = (*ROWS, Refusal(".d", off, "must be zero", "set it"))
+    with pytest.raises(ConfigError) as caught:
+        refuse(twice, Settings(nested({"a.b": 2, "a.c": 7, "s.d": 3}), section="s"))
+    assert [problem.split(",")[0] for problem in caught.value.problems] == [
+        "a.b must be 1 with a.c=7",
+        "s.d must be off",
+        f"{OWN}.staleness.max_lag must be 1",
+    ]
 
 
 def test_paths_may_be_below_a_section_or_be_knobs() -> None:
     with pytest.raises(ConfigError, match=r"^s\.d must be off, got 3; leave it out$"):
-        refuse(ROWS, Settings({"s": {"d": 3}}, section="s"))
+        refuse(ROWS[:2], Settings({"s": {"d": 3}}, section="s"))
     knobs = AsyncPipelineConfig.of({"strategy": "n_step_ahead", "staleness.max_lag": 2})
     with pytest.raises(ConfigError, match=r"max_lag must be 1, got 2; set it$"):
         refuse(ROWS, Settings({}, knobs, section="s"))

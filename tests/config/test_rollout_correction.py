@@ -61,7 +61,7 @@ def test_a_parameter_that_cannot_be(name: str, value: Any, words: str) -> None:
         ),
         (
             [(f"{POLICY_LOSS}.loss_mode", "bypass_mode")],
-            "loss_mode must not be bypass_mode, which omits the rollout correction",
+            "loss_mode must not be bypass_mode, which reads the rollout correction",
         ),
         ([*TIS, ("actor_rollout_ref.actor.clip_ratio_c", 0.5)], "clip_ratio_c must be a number > 1, got 0.5"),
         (
@@ -77,7 +77,10 @@ def test_a_parameter_that_cannot_be(name: str, value: Any, words: str) -> None:
             "rollout_iss is unknown, got 1 (did you mean 'rollout_is'?)",
         ),
         ([*TIS, (f"{CORRECTION}.bypass_mode", "abc")], "bypass_mode must be True or False, got 'abc'"),
-        ([*TIS, (f"{CORRECTION}.loss_type", "reinforce")], "loss_type must not be set, got 'reinforce'"),
+        (
+            [*TIS, (f"{CORRECTION}.loss_type", "reinforce")],
+            "loss_type must be ppo_clip without algorithm.rollout_correction.bypass_mode, got 'reinforce'",
+        ),
         (
             [(f"{POLICY_LOSS}.loss_mode", "dro")],
             "dro_beta must be a number > 0 with loss_mode dro (kimi15), got None",

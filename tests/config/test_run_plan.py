@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,8 @@ def test_the_engine_and_its_devices_are_named(model: Path) -> None:
     assert "\nengine          vLLM, one device for each replica\n" in text
     text = "\n".join(describe_plan(planned(config(model, tensor_model_parallel_size=8), knobs())))
     assert "\nengine          vLLM, tensor parallelism over 8 devices of 2 nodes\n" in text
+    installed = dataclasses.replace(planned(config(model), knobs()), engine_version="0.28.0")
+    assert "\nengine          vLLM 0.28.0, tensor" in "\n".join(describe_plan(installed))
     assert "adapters" not in text
 
 
@@ -278,3 +281,15 @@ def test_redundant_responses_are_in_flight_and_named(model: Path) -> None:
     line = f"redundancy      {size + 2} responses are begun for each group; the first {size} to finish"
     assert any(one.startswith(line) for one in describe_plan(plan))
     assert not any(one.startswith("redundancy") for one in describe_plan(plain))
+
+
+def test_the_sample_store_is_planned(model: Path) -> None:
+    backend = {"storage_backend": "SimpleStorage", "SimpleStorage": {"total_storage_size": 100_000}}
+    whole = config(model) | {"transfer_queue": {"backend": backend}}
+    whole["data"] |= {"max_prompt_length": 512, "max_response_length": 512}
+    plan = planned(whole, knobs())
+    assert as_json(plan)["store"]["rows"] == plan.store.rows == (2 + 1 + 2) * 16 * 8
+    (line,) = [line for line in describe_plan(plan) if line.startswith("sample store")]
+    assert line == (
+        "sample store    at most 640 rows of 100000; 65.5 MB of host memory if all have their full length"
+    )

@@ -21,6 +21,7 @@ def test_it_is_read_as_it_was_written(resume_from: Path | None, manager: dict[st
     runtime = RuntimeConfig(
         run="17-ab",
         identity={"verl": "0.9"},
+        epoch=1,
         run_dir=Path("/outputs/run"),
         run_dir_mark=None,
         resume_from=resume_from,

@@ -7,7 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from recipe.async_pipeline.config.scheduling import schedule_of
-from recipe.async_pipeline.config.schema import AsyncPipelineConfig, StalenessConfig, TrainingConfig
+from recipe.async_pipeline.config.schema import (
+    AsyncPipelineConfig,
+    FaultsConfig,
+    StalenessConfig,
+    TrainingConfig,
+)
 from recipe.async_pipeline.config.weight_sync import WeightSyncConfig
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
@@ -19,6 +24,7 @@ def test_each_field_is_a_knob_or_of_the_run() -> None:
         staleness=StalenessConfig(max_lag=5, depth=4, oldest_share=0.5, straggler="drop"),
         weight_sync=WeightSyncConfig(every=2),
         training=TrainingConfig(ref_refresh_every=3),
+        faults=FaultsConfig(checkpoint_attempts=2),
     )
     of_the_run: dict[str, Any] = {
         "batch": 8,

@@ -26,6 +26,22 @@ from recipe.async_pipeline.config.training_engine import data_parallel, describe
             4,
             "FSDP, weights sharded over 2 devices, 4 copies, sequences over 2 (Ulysses)",
         ),
+        (
+            {"strategy": "fsdp", "fsdp_config": {"ulysses_sequence_parallel_size": 4}},
+            8,
+            2,
+            "FSDP, weights sharded over 8 devices, sequences over 4 (Ulysses)",
+        ),
+        (
+            {
+                "strategy": "fsdp",
+                "fsdp_config": {"ulysses_sequence_parallel_size": 4},
+                "ulysses_sequence_parallel_size": 2,
+            },
+            8,
+            4,
+            "FSDP, weights sharded over 8 devices, sequences over 2 (Ulysses)",
+        ),
         ({"strategy": "megatron", "megatron": {}}, 2, 2, "Megatron, data-parallel 2"),
         (
             {

@@ -13,7 +13,7 @@ from recipe.async_pipeline.config.refusals import Refusal, Settings, refuse
 from recipe.async_pipeline.config.verl_options import RULES
 from recipe.async_pipeline.errors import ConfigError
 
-TABLES = [rows for name, rows in vars(verl_options).items() if name.isupper() and rows[:1] and rows[0]]
+TABLES = [rows for name, rows in vars(verl_options).items() if name.isupper() and isinstance(rows, tuple)]
 EVERY_ROW = [row for rows in TABLES for row in rows if isinstance(row, Refusal)]
 SUPPORTED_ELSEWHERE: dict[str, list[Any]] = {
     "trainer.v1.trainer_mode": ["separate_async"],
@@ -25,7 +25,7 @@ SUPPORTED_ELSEWHERE: dict[str, list[Any]] = {
     "actor_rollout_ref.rollout.pipeline_model_parallel_size": [2],
     "actor_rollout_ref.rollout.quantization": ["torchao"],
     "actor_rollout_ref.rollout.dtype": ["float8_e4m3fn"],
-    "actor_rollout_ref.actor.strategy": ["veomni"],
+    "actor_rollout_ref.actor.strategy": ["automodel"],
 }
 """Values that verl knows, in addition to the ones that nothing knows."""
 

@@ -7,6 +7,7 @@ import argparse
 import ast
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnProcess
@@ -21,6 +22,7 @@ from recipe.async_pipeline.contract.declared import ENGINES, PACKAGE, Alternativ
 from recipe.async_pipeline.contract.sources import OURS, Definition, Module, Sources, imported, own_members
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.patching import series
+from tests import REPOSITORY
 
 Tree = Callable[[Mapping[str, str]], Sources]
 
@@ -178,7 +180,8 @@ KNOWN = {
         *(torch, torch.Tensor, torch.nn.Module()),
         *(dict, list, str, bytes, set, tuple, int, BaseException, ModuleType, ModuleSpec("x", None)),
         *(Path, argparse.ArgumentParser, asyncio.AbstractEventLoop, asyncio.Event, asyncio.Future),
-        *(SpawnProcess, type("NamedTuple", (), {"_replace": None, "exec_module": None})),
+        *(torch.distributed.ProcessGroup, SpawnProcess),
+        type("NamedTuple", (), {"_replace": None, "exec_module": None}),
     )
     for name in dir(owner)
 }
@@ -187,7 +190,7 @@ KNOWN = {
 
 def undeclared(file: str, engine: str) -> set[str]:
     """Return the members that a file takes from objects and that no table, no class of this package and no
-    class of Python or torch has.
+    class of Python or torch has; of a declared member, that no table and no class of Python or torch has.
     """
     module = OWN.module(f"{OURS}.{file.removesuffix('.py').replace('/', '.')}")
     assert module is not None
@@ -201,8 +204,15 @@ def undeclared(file: str, engine: str) -> set[str]:
             taken |= {str(name.value)} if isinstance(name, ast.Constant) else set()
     verl = {name for place in VERL["shapes"] for name in place.rpartition(":")[2].split(".")}
     keys = {part for paths in VERL["keys"].values() for path in paths for part in path.split(".")}
-    own = members_of(module)
-    return taken - declared_names() - own - verl - keys - KNOWN - NOT_OF_AN_ENGINE.get(file, set())
+    own, names = members_of(module), declared_names(file)
+    below = {
+        node.attr
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)
+        if node.value.attr in names - own and root_of(node) not in modules
+    }
+    known = names | KNOWN | NOT_OF_AN_ENGINE.get(file, set())
+    return (taken - own - verl - keys - known) | (below - known)
 
 
 def root_of(node: ast.expr) -> str | None:
@@ -232,13 +242,19 @@ def members_of(module: Module) -> set[str]:
     return found
 
 
-def declared_names() -> set[str]:
-    """Return the names of all tables: files that serve several engines use members of each."""
+def declared_names(file: str) -> set[str]:
+    """Return the names of each table that lists a file."""
+    listing = [engine for engine in ENGINES if file in declared.table_of(engine).files]
+    return {name for engine in listing for name in table_names(engine)}
+
+
+def table_names(engine: str, place: str | None = None) -> set[str]:
+    """Return the names that the table of an engine declares, or declares of one place."""
     return {
         Alternative.of(text).name
-        for engine in ENGINES
         for by_class in declared.table_of(engine).uses.values()
-        for members in by_class.values()
+        for key, members in by_class.items()
+        if place in (None, key)
         for member in members
         for text in member.split(" | ")
     }
@@ -257,15 +273,70 @@ def test_no_member_of_an_engines_object_is_undeclared(engine: str, file: str) ->
     )
 
 
-def test_an_undeclared_member_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "verl_bridge/rollout/vllm/plugin.py"
-    text = (PACKAGE / name).read_text(encoding="utf-8") + "\n\ndef new(core):\n    core.scheduler.new_queue\n"
+@pytest.mark.parametrize(
+    ("engine", "name", "code", "member"),
+    [
+        ("vllm", "plugin.py", "core.scheduler.new_queue", "new_queue"),
+        ("vllm", "plugin.py", "core.scheduler.load_snapshot", "load_snapshot"),
+        ("vllm", "adapter.py", "core.lora_modules", "lora_modules"),
+    ],
+    ids=["new", "a name of this package too", "a name of the other engine"],
+)
+def test_an_undeclared_member_would_be_found(
+    monkeypatch: pytest.MonkeyPatch, engine: str, name: str, code: str, member: str
+) -> None:
+    name = f"verl_bridge/rollout/{engine}/{name}"
+    text = (PACKAGE / name).read_text(encoding="utf-8") + f"\n\ndef new(core):\n    {code}\n"
     changed = Sources(
         roots={OURS: PACKAGE},
         read=lambda file: text.encode() if file == PACKAGE / name else file.read_bytes(),
     )
     monkeypatch.setitem(globals(), "OWN", changed)
-    assert undeclared(name, "vllm") == {"new_queue"}
+    assert undeclared(name, engine) == {member}
+
+
+IN_AN_ENGINE: Mapping[str, str] = {
+    "verl_bridge/rollout/vllm/worker.py": "vllm.v1.worker.worker_base:WorkerBase",
+    "lab/bench/jobs/weight_sync_worker.py": "vllm.v1.worker.worker_base:WorkerBase",
+    "verl_bridge/rollout/sglang/scheduler.py": "sglang.srt.managers.scheduler:Scheduler",
+    "lab/bench/jobs/sglang_steps.py": "sglang.srt.managers.scheduler:Scheduler",
+}
+"""Files with classes that become part of a class of an engine: what they take from `self` is that class's."""
+
+
+@pytest.mark.parametrize("file", IN_AN_ENGINE)
+def test_what_becomes_part_of_a_class_takes_what_is_declared_of_it(file: str) -> None:
+    place, module = IN_AN_ENGINE[file], OWN.module(f"{OURS}.{file.removesuffix('.py').replace('/', '.')}")
+    assert module is not None
+    of_class = table_names(place.partition(".")[0], place)
+    taken = {
+        node.attr
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()")
+    }
+    assert taken - members_of(module) - of_class == set(), f"declare them of {place}, then record it"
+
+
+def test_names_outside_the_code_of_an_engine_are_declared() -> None:
+    """Environment variables and groups of entry points have the engine's name in them."""
+    variable = re.compile(r"(?:VLLM|SGLANG|SGL)_[A-Z_0-9]+")
+    used = {
+        node.value
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and variable.fullmatch(node.value)
+    }
+    assert used | OUTSIDE <= {name for engine in ENGINES for name in table_names(engine)}
+
+
+OUTSIDE = {
+    str(group.value)
+    for node in ast.walk(ast.parse((REPOSITORY / "setup.py").read_bytes()))
+    if isinstance(node, ast.keyword) and node.arg == "entry_points" and isinstance(node.value, ast.Dict)
+    for group in node.value.keys
+    if isinstance(group, ast.Constant) and str(group.value).partition(".")[0] in ENGINES
+}
+"""Groups of entry points of an engine that `setup.py` names and the code does not."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -282,7 +353,8 @@ def test_no_declaration_is_left_over(engine: str) -> None:
         for text in members
         if not text.startswith("!") and not named & {Alternative.of(one).name for one in text.split(" | ")}
     }
-    assert unused - BUILT_NAMES == set(), f"drop them from {declared.TABLES.format(engine)}"
+    unused -= {*BUILT_NAMES, *(f"'{group}'" for group in OUTSIDE)}
+    assert unused == set(), f"drop them from {declared.TABLES.format(engine)}"
 
 
 BUILT_NAMES = {"A_buffer", "B_buffer", "A_buffer_qkv", "B_buffer_qkv"}
@@ -293,12 +365,4 @@ def test_the_shipped_contract_has_the_tables() -> None:
     contracts = engines.load(series.patches_dir())
     for engine in ENGINES:
         recorded = {one.name for need in contracts[engine].needs for one in need.alternatives}
-        table = declared.table_of(engine).uses
-        names = {
-            Alternative.of(one).name
-            for by_class in table.values()
-            for members in by_class.values()
-            for text in members
-            for one in text.split(" | ")
-        }
-        assert names <= recorded, "run `python -m recipe.async_pipeline.contract.record`"
+        assert table_names(engine) <= recorded, "run `python -m recipe.async_pipeline.contract.record`"

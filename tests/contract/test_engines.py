@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.metadata
 import random
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +17,13 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.async_pipeline.contract import declared, engines
-from recipe.async_pipeline.contract.declared import ENGINES, Need
+from recipe.async_pipeline.contract.declared import ENGINES, Alternative, Need
 from recipe.async_pipeline.contract.engines import Difference, EngineContract, EngineTree
-from recipe.async_pipeline.contract.sources import OURS, Sources
+from recipe.async_pipeline.contract.sources import OURS, ClassMember, Sources
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.patching import series
+from tests import REPOSITORY
+from tests.fakes.engine_trees import tree_of
 
 INSTALLED = {engine.name: engine for engine in engines.installed()}
 SHIPPED = engines.load(series.patches_dir())
@@ -50,21 +54,37 @@ def test_the_tested_version_fits(tested: EngineTree) -> None:
 
 
 def unnoticed(engine: EngineTree, needs: Sequence[Need], contract: EngineContract) -> list[Need]:
-    """Rename what meets some needs in an engine's text, or hide its module; return what goes unnoticed."""
-    names, hidden = set(), set()
+    """Rename what meets some needs where it is defined, or hide its module; return what goes unnoticed."""
+    plain = declared.sources_of(engine.name, engine.folder)
+    names: dict[str, set[str]] = defaultdict(set)
+    hidden = set()
     for one in (one for need in needs for one in need.alternatives):
-        shape, owner = contract.shapes[str(one)], one.place.removesuffix(".__init__").rpartition(":")[2]
+        shape, place = contract.shapes[str(one)], one.place.removesuffix(".__init__")
         if shape == "module":
             base = engine.folder.joinpath(*one.place.replace(":", ".").split(".")[1:])
             hidden |= {base.with_suffix(".py"), base / "__init__.py"}
         elif shape is not None:
-            names.add(owner.rpartition(".")[2] if one.name == "__init__" else one.name)
-    pattern = re.compile(rf"\b(?:{'|'.join(sorted(names)) or '(?!)'})\b")
+            found = plain.at(place)
+            owner = found.owner if isinstance(found, ClassMember) else found
+            # What methods assign to `self` is defined wherever a class, a mixin or a field does so.
+            assigned = isinstance(found, ClassMember) and isinstance(
+                found.node, ast.Attribute | ast.AnnAssign
+            )
+            module = owner.module.name if owner is not None else place.partition(":")[0]
+            name = place.rpartition(":")[2].rpartition(".")[2]
+            names["" if assigned else module].add(name if one.name == "__init__" else one.name)
+    renamed = {
+        engine.folder.joinpath(*module.split(".")[1:], *tail).with_suffix(".py"): of_module
+        for module, of_module in names.items()
+        if module
+        for tail in ((), ("__init__",))
+    }
 
     def read(file: Path) -> bytes:
         text = file.read_text(encoding="utf-8")
-        of_engine = file.is_relative_to(engine.folder)
-        return (pattern.sub(r"\g<0>_renamed", text) if of_engine else text).encode()
+        of_file = renamed.get(file, set()) | (names[""] if file.is_relative_to(engine.folder) else set())
+        pattern = "|".join(sorted(of_file)) or "(?!)"
+        return re.sub(rf"\b(?:{pattern})\b", r"\g<0>_renamed", text).encode()
 
     sources = dataclasses.replace(
         declared.sources_of(engine.name, engine.folder),
@@ -103,11 +123,59 @@ def test_each_name_alone_is_reported(tested: EngineTree) -> None:
         assert unnoticed(tested, [need], alone) == []
 
 
+@pytest.mark.parametrize(
+    ("member", "now"),
+    [
+        ("resume_generation", "async def (self, *, tags=...)"),
+        ("pause_generation", "async def (self, *, mode=..., clear_cache=..., new=...)"),
+        ("generate", "async def (self, prompt, sampling_params, request_id=..., *, more=..., **kwargs)"),
+        ("generate", "async def (self, prompt, params, request_id, *, more=..., **kwargs)"),
+    ],
+)
+def test_a_harmless_change_of_a_signature_is_no_difference(
+    tested: EngineTree, member: str, now: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tested.name != "vllm":
+        pytest.skip("changes members of vLLM's AsyncLLM")
+    contract, place = SHIPPED["vllm"], f"vllm.v1.engine.async_llm:AsyncLLM.{member}"
+    (need,) = [need for need in contract.needs if str(need.alternatives[0]) == place]
+    other = dataclasses.replace(contract, needs=(need,))
+    asked = Alternative.shape
+
+    def shape(self: Alternative, sources: Sources) -> str | None:
+        return now if self.place == place else asked(self, sources)
+
+    monkeypatch.setattr(Alternative, "shape", shape)
+    assert engines.compare(tested, other).differences == ()
+
+
+# The trees of other versions.
+
+COMPARED = re.findall(
+    r"^\| (vLLM|SGLang) (\S+) \| (\d+) \| (\d+) \| (.*?) ?\|$",
+    (REPOSITORY / "patches" / "README.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+"""Rows of the table for users: engine, version, things compared, differences, what breaks."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", COMPARED, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_the_table_of_other_versions_is_true(row: tuple[str, str, str, str, str]) -> None:
+    name, version, checked, differences, breaks = row
+    (engine,) = engines.unpacked(tree_of(name.lower(), version))
+    found = engines.compare(engine, SHIPPED[engine.name])
+    assert engine.version == version
+    assert (found.checked, len(found.differences)) == (int(checked), int(differences))
+    broken = sorted({one for difference in found.differences for one in difference.breaks})
+    assert "; ".join(broken) == breaks
+
+
 # Each kind of change, in a small engine.
 
 ENGINE = """
 class Base:
-    def inherited(self): ...
+    def inherited(self): return 1
 class Core(Base):
     kept: int
     def __init__(self):
@@ -180,7 +248,7 @@ def changed(tmp_path: Path) -> Changed:
         ("    kept: int\n", "    kept: int\n    more: str\n", None),
         ("more=None", "more=None, *, extra=0", None),
         ("    @property\n    def size(self): return 1\n", "    size = 1\n", None),
-        ("Base:\n    def inherited(self): ...", "Base:\n    def inherited(self, more=0): ...", None),
+        ("def inherited(self): return 1", "def inherited(self, more=0): return 1", None),
         ("self.queue", "self.line", ("Core.queue | vllm.core:Core.old_queue", "is missing", "pause")),
         ("class Core(Base)", "class Core", ("Core.inherited", "is missing", "pause")),
         ("def size", "def length", ("Core.size", "is missing", "pause")),
@@ -244,13 +312,18 @@ def tree_at(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-def test_an_engine_is_found_in_a_folder_with_its_version(tmp_path: Path) -> None:
+def test_an_engine_is_found_in_a_folder_with_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = "__version__ = version = '0.33.0'\n"
     root = tree_at(tmp_path, {"vllm/__init__.py": "", "vllm/_version.py": version, "sglang/__init__.py": ""})
     vllm, sglang = engines.unpacked(root)
     assert (vllm.name, vllm.version, vllm.folder) == ("vllm", "0.33.0", root / "vllm")
     assert sglang.name == "sglang"
+    assert sglang.version == "unknown", "not the version of the installed one"
     assert engines.unpacked(root / "vllm") == [vllm], "the package itself"
+    monkeypatch.chdir(root / "vllm")
+    assert engines.unpacked(Path()) == [vllm], "also by a relative path"
     with pytest.raises(ContractError, match="give the folder that contains"):
         engines.unpacked(tmp_path / "vllm" / "none")
 

@@ -59,6 +59,34 @@ def test_a_call_is_found_also_under_the_name_that_keeps_it(located: Located) -> 
     assert sends == {("calls", "use.py:11"), ("stores", "use.py:7"), ("replaces", "use.py:10")}
 
 
+VERSIONED = """
+from typing import Protocol
+from .more import Versioned, current
+from recipe.async_pipeline.weight_sync import Other
+
+class AsyncEngine(Protocol):
+    async def stop(self) -> None: ...
+
+class Own: ...
+
+def use(engine, versioned):
+    versioned, made, other = Versioned[int](engine), Versioned(engine), Other()
+    own, running = Own(), current()
+    made.stop(1), other.stop(1), own.stop(1)
+    versioned.stop(2), running.stop(3)
+"""
+
+
+def test_a_protocol_and_an_object_of_this_package_are_no_use_of_an_engine(
+    located: Located, tmp_path: Path
+) -> None:
+    (tmp_path / "pkg/use.py").write_text(VERSIONED, encoding="utf-8")
+    found = uses_of(located, "vllm.core:Manager.stop")
+    assert [(use.how, use.where) for use in found] == [("calls", "use.py:15"), ("calls", "use.py:15")], (
+        "only what a parameter or a function may give"
+    )
+
+
 def test_an_imported_function_is_found(located: Located) -> None:
     (call,) = uses_of(located, "vllm.core:helper")
     assert (call.where, call.how) == ("use.py:15", "calls")

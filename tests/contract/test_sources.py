@@ -58,6 +58,27 @@ def test_a_class_has_the_members_of_its_bases(sources_of: MakeSources) -> None:
     assert place(sources.at("verl.b:Low.made")) == "verl.a:Top" and sources.at("verl.b:Low.gone") is None
 
 
+@pytest.mark.parametrize(
+    "stub",
+    [
+        "@abstractmethod\n    def run(self): return self.made",
+        "def run(self): ...",
+        "async def run(self):\n        'Says what it should do.'\n        raise NotImplementedError",
+        "run: ClassVar[int | None] = None",
+        "run: ClassVar[dict[str, int]] = {}",
+    ],
+)
+def test_a_stub_of_a_base_is_no_member_of_its_subclass(sources_of: MakeSources, stub: str) -> None:
+    sources = sources_of(
+        {
+            "verl/a.py": f"class Top:\n    {stub}\n    kept: int = None\n",
+            "verl/b.py": "from verl import a\nclass Low(a.Top):\n    def ran(self): return 1\n",
+        }
+    )
+    assert sources.at("verl.b:Low.run") is None and place(sources.at("verl.a:Top.run")) == "verl.a:Top"
+    assert place(sources.at("verl.b:Low.kept")) == "verl.a:Top"
+
+
 def test_a_definition_wins_over_its_fallback(sources_of: MakeSources) -> None:
     text = "try:\n    class A: ...\nexcept ImportError:\n    A = None\nif x:\n    def f(): ...\n"
     sources = sources_of({"verl/a.py": text})

@@ -15,6 +15,8 @@ from recipe.async_pipeline.core.clock import VirtualTimeLoop, run_virtual
 from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.errors import ChannelClosed, WaitTimeout
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def settle() -> None:
     """Let everything run that can."""
@@ -27,189 +29,153 @@ def test_a_channel_needs_room_and_a_producer(capacity: int, producers: int, wron
         Channel[int]("edge", capacity, producers)
 
 
-def test_it_reports_itself() -> None:
-    async def main() -> None:
-        channel = Channel[str]("generate->rollout", 3)
-        assert (channel.name, channel.capacity, channel.closed) == ("generate->rollout", 3, False)
-        assert (len(channel), channel.depth_max) == (0, 0)
-        assert channel, "an empty channel is a channel"
-        await channel.send("a")
-        await channel.send("b")
-        assert await channel.receive() == "a"
-        assert (len(channel), channel.depth_max) == (1, 2)
-
-    run_virtual(main())
+async def test_it_reports_itself() -> None:
+    channel = Channel[str]("generate->rollout", 3)
+    assert (channel.name, channel.capacity, channel.closed) == ("generate->rollout", 3, False)
+    assert len(channel) == 0
+    assert channel, "an empty channel is a channel"
+    await channel.send("a")
+    await channel.send("b")
+    assert await channel.receive() == "a"
+    assert len(channel) == 1
 
 
-def test_a_full_channel_holds_the_sender_back_until_there_is_room() -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 1)
-        await channel.send(1)
-        sender = asyncio.create_task(channel.send(2))
-        await settle()
-        assert not sender.done()
-        assert await channel.receive() == 1
-        await sender
-        assert await channel.receive() == 2
-
-    run_virtual(main())
+async def test_a_full_channel_holds_the_sender_back_until_there_is_room() -> None:
+    channel = Channel[int]("edge", 1)
+    await channel.send(1)
+    sender = asyncio.create_task(channel.send(2))
+    await settle()
+    assert not sender.done()
+    assert await channel.receive() == 1
+    await sender
+    assert await channel.receive() == 2
 
 
-def test_an_empty_channel_holds_the_receiver_until_there_is_an_item() -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 1)
-        receiver = asyncio.create_task(channel.receive())
-        await settle()
-        assert not receiver.done()
-        await channel.send(1)
-        assert await receiver == 1
-
-    run_virtual(main())
+async def test_an_empty_channel_holds_the_receiver_until_there_is_an_item() -> None:
+    channel = Channel[int]("edge", 1)
+    receiver = asyncio.create_task(channel.receive())
+    await settle()
+    assert not receiver.done()
+    await channel.send(1)
+    assert await receiver == 1
 
 
-def test_none_and_falsy_items_are_ordinary_items() -> None:
-    async def main() -> list[object]:
-        channel = Channel[object]("edge", 4)
-        for item in (None, 0, ""):
-            await channel.send(item)
+async def test_none_and_falsy_items_are_ordinary_items() -> None:
+    channel = Channel[object]("edge", 4)
+    for item in (None, 0, ""):
+        await channel.send(item)
+    channel.close()
+    assert [item async for item in channel] == [None, 0, ""]
+
+
+async def test_a_closed_channel_takes_nothing_and_gives_what_it_has() -> None:
+    channel = Channel[int]("edge", 2)
+    await channel.send(1)
+    channel.close()
+    assert channel.closed
+    with pytest.raises(ChannelClosed, match="'edge' is closed; nothing more can be sent"):
+        await channel.send(2)
+    assert await channel.receive() == 1
+    with pytest.raises(ChannelClosed, match="'edge' is closed and drained"):
+        await channel.receive()
+
+
+async def test_it_closes_when_the_last_producer_closes() -> None:
+    channel = Channel[int]("edge", 1, producers=2)
+    receiver = asyncio.create_task(channel.receive())
+    channel.close()
+    await settle()
+    assert not channel.closed
+    assert not receiver.done()
+    channel.close()
+    with pytest.raises(ChannelClosed):
+        await receiver
+    with pytest.raises(ChannelClosed, match="each of its 2 producers closed it before"):
         channel.close()
+
+
+async def test_every_waiting_receiver_learns_of_the_end() -> None:
+    channel = Channel[int]("edge", 1)
+
+    async def consume() -> list[int]:
         return [item async for item in channel]
 
-    assert run_virtual(main()) == [None, 0, ""]
+    consumers = [asyncio.create_task(consume()) for _ in range(3)]
+    await settle()
+    await channel.send(7)
+    channel.close()
+    assert [await consumer for consumer in consumers] == [[7], [], []]
 
 
-def test_a_closed_channel_takes_nothing_and_gives_what_it_has() -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 2)
-        await channel.send(1)
-        channel.close()
-        assert channel.closed
-        with pytest.raises(ChannelClosed, match="'edge' is closed; nothing more can be sent"):
-            await channel.send(2)
-        assert await channel.receive() == 1
-        with pytest.raises(ChannelClosed, match="'edge' is closed and drained"):
-            await channel.receive()
-
-    run_virtual(main())
-
-
-def test_it_closes_when_the_last_producer_closes() -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 1, producers=2)
-        receiver = asyncio.create_task(channel.receive())
-        channel.close()
-        await settle()
-        assert not channel.closed
-        assert not receiver.done()
-        channel.close()
-        with pytest.raises(ChannelClosed):
-            await receiver
-        with pytest.raises(ChannelClosed, match="each of its 2 producers closed it before"):
-            channel.close()
-
-    run_virtual(main())
-
-
-def test_every_waiting_receiver_learns_of_the_end() -> None:
-    async def main() -> list[list[int]]:
-        channel = Channel[int]("edge", 1)
-
-        async def consume() -> list[int]:
-            return [item async for item in channel]
-
-        consumers = [asyncio.create_task(consume()) for _ in range(3)]
-        await settle()
-        await channel.send(7)
-        channel.close()
-        return [await consumer for consumer in consumers]
-
-    assert run_virtual(main()) == [[7], [], []]
-
-
-def test_abort_frees_senders_and_receivers_and_keeps_what_is_inside() -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 1, producers=3)
-        await channel.send(1)
-        senders = [asyncio.create_task(channel.send(n)) for n in (2, 3)]
-        await settle()
-        channel.abort()
-        for sender in senders:
-            with pytest.raises(ChannelClosed):
-                await sender
-        assert [item async for item in channel] == [1]
-        channel.abort()  # again does no harm
-        for _ in range(3):
-            channel.close()  # nor does a producer that only now learns of it
-        with pytest.raises(ChannelClosed, match="each of its 3"):
-            channel.close()
-
-    run_virtual(main())
-
-
-def test_a_sender_whose_turn_came_when_the_channel_was_aborted_has_not_sent() -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 1)
-        await channel.send(1)
-        sender = asyncio.create_task(channel.send(2))
-        await settle()
-        assert await channel.receive() == 1
-        channel.abort()
+async def test_abort_frees_senders_and_receivers_and_keeps_what_is_inside() -> None:
+    channel = Channel[int]("edge", 1, producers=3)
+    await channel.send(1)
+    senders = [asyncio.create_task(channel.send(n)) for n in (2, 3)]
+    await settle()
+    channel.abort()
+    for sender in senders:
         with pytest.raises(ChannelClosed):
             await sender
-        assert len(channel) == 0
-
-    run_virtual(main())
-
-
-def test_an_item_outlives_the_receiver_that_was_about_to_take_it() -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 1)
-        first, second = (asyncio.create_task(channel.receive()) for _ in range(2))
-        await settle()
-        await channel.send(1)
-        first.cancel()
-        assert await second == 1
-        assert first.cancelled()
-
-    run_virtual(main())
+    assert [item async for item in channel] == [1]
+    channel.abort()  # again does no harm
+    for _ in range(3):
+        channel.close()  # nor does a producer that only now learns of it
+    with pytest.raises(ChannelClosed, match="each of its 3"):
+        channel.close()
 
 
-def test_room_outlives_the_sender_that_was_about_to_fill_it() -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 1)
-        await channel.send(0)
-        first, second = (asyncio.create_task(channel.send(n)) for n in (1, 2))
-        await settle()
-        await channel.receive()
-        first.cancel()
-        await second
-        assert first.cancelled()
-        assert await channel.receive() == 2
+async def test_a_sender_whose_turn_came_when_the_channel_was_aborted_has_not_sent() -> None:
+    channel = Channel[int]("edge", 1)
+    await channel.send(1)
+    sender = asyncio.create_task(channel.send(2))
+    await settle()
+    assert await channel.receive() == 1
+    channel.abort()
+    with pytest.raises(ChannelClosed):
+        await sender
+    assert len(channel) == 0
 
-    run_virtual(main())
+
+async def test_an_item_outlives_the_receiver_that_was_about_to_take_it() -> None:
+    channel = Channel[int]("edge", 1)
+    first, second = (asyncio.create_task(channel.receive()) for _ in range(2))
+    await settle()
+    await channel.send(1)
+    first.cancel()
+    assert await second == 1
+    assert first.cancelled()
+
+
+async def test_room_outlives_the_sender_that_was_about_to_fill_it() -> None:
+    channel = Channel[int]("edge", 1)
+    await channel.send(0)
+    first, second = (asyncio.create_task(channel.send(n)) for n in (1, 2))
+    await settle()
+    await channel.receive()
+    first.cancel()
+    await second
+    assert first.cancelled()
+    assert await channel.receive() == 2
 
 
 @pytest.mark.parametrize("item_first", [True, False])
-def test_a_bounded_receive_that_expires_as_the_item_arrives_loses_nothing(item_first: bool) -> None:
-    async def main() -> None:
-        channel = Channel[int]("edge", 1)
-        loop = asyncio.get_running_loop()
+async def test_a_bounded_receive_that_expires_as_the_item_arrives_loses_nothing(item_first: bool) -> None:
+    channel = Channel[int]("edge", 1)
+    loop = asyncio.get_running_loop()
 
-        def put() -> None:
-            with pytest.raises(StopIteration):  # there is room, so it is sent without a suspension
-                channel.send(7).send(None)
+    def put() -> None:
+        with pytest.raises(StopIteration):  # there is room, so it is sent without a suspension
+            channel.send(7).send(None)
 
-        if item_first:
-            loop.call_at(1, put)
-        bounded = asyncio.create_task(within(channel.receive(), 1, owner="train", what="an item"))
-        await asyncio.sleep(0)
-        if not item_first:
-            loop.call_at(1, put)
-        with pytest.raises(WaitTimeout):
-            await bounded
-        assert await channel.receive() == 7
-
-    run_virtual(main())
+    if item_first:
+        loop.call_at(1, put)
+    bounded = asyncio.create_task(within(channel.receive(), 1, owner="train", what="an item"))
+    await asyncio.sleep(0)
+    if not item_first:
+        loop.call_at(1, put)
+    with pytest.raises(WaitTimeout):
+        await bounded
+    assert await channel.receive() == 7
 
 
 DELAY_S = st.integers(0, 3)
@@ -250,20 +216,16 @@ def test_all_that_is_sent_is_received_once_in_order_within_the_bound(
     run_virtual(main())
     assert received == sent
     assert sorted(sent) == [(p, n) for p, delays_s in enumerate(producers) for n in range(len(delays_s))]
-    assert channel.depth_max <= capacity
 
 
-def test_a_receiver_does_not_overtake_one_that_was_woken_and_has_not_run_yet() -> None:
+async def test_a_receiver_does_not_overtake_one_that_was_woken_and_has_not_run_yet() -> None:
     """Two items are there when the second receiver comes, so its turn has come at once: but not its place."""
     channel, received = Channel[int]("edge", 2), list[tuple[str, int]]()
 
     async def receive(name: str) -> None:
         received.append((name, await channel.receive()))
 
-    async def main() -> None:
-        await asyncio.gather(receive("first"), channel.send(1), channel.send(2), receive("second"))
-
-    run_virtual(main())
+    await asyncio.gather(receive("first"), channel.send(1), channel.send(2), receive("second"))
     assert received == [("first", 1), ("second", 2)]
 
 
@@ -321,7 +283,7 @@ class AnyScheduleOfAChannel(RuleBasedStateMachine):
 
     @invariant()
     def the_bound_holds(self) -> None:
-        assert len(self.channel) <= self.channel.depth_max <= self.channel.capacity
+        assert len(self.channel) <= self.channel.capacity
 
     @invariant()
     def nothing_is_lost_doubled_or_reordered(self) -> None:

@@ -176,28 +176,24 @@ def test_a_deadline_names_the_oldest_part() -> None:
         run(make(), [(0.0, [1.0, 1e6, 1e6])])
 
 
-def test_an_idle_one_names_its_producer() -> None:
-    async def main() -> None:
+@pytest.mark.virtual_time
+async def test_an_idle_one_names_its_producer() -> None:
+    with pytest.raises(WaitTimeout, match="worker waited 1000 s for an item from in"):
         await make().run()
 
-    with pytest.raises(WaitTimeout, match="worker waited 1000 s for an item from in"):
-        run_virtual(main())
 
-
-def test_a_stop_ends_every_part() -> None:
+@pytest.mark.virtual_time
+async def test_a_stop_ends_every_part() -> None:
     machine = make()
 
-    async def main() -> set[Any]:
-        await machine.inputs[0].send(Jobs([Job("a", 9.0), Job("b", 9.0)]))
-        task = asyncio.create_task(machine.run())
-        await asyncio.sleep(1)
-        assert machine.item == {"parts": 2}
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return asyncio.all_tasks() - {asyncio.current_task()}
-
-    assert run_virtual(main()) == set()
+    await machine.inputs[0].send(Jobs([Job("a", 9.0), Job("b", 9.0)]))
+    task = asyncio.create_task(machine.run())
+    await asyncio.sleep(1)
+    assert machine.item == {"parts": 2}
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (asyncio.all_tasks() - {asyncio.current_task()}) == set()
     assert machine.state is StageState.STOPPED
     assert machine.pool is not None and machine.pool.holders == ()
 

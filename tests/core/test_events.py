@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.core.clock import LoopClock, run_virtual
+from recipe.async_pipeline.core.clock import LoopClock
 from recipe.async_pipeline.core.events import EventLog, Interval, LogRecord, overlap_seconds
 
 
@@ -29,16 +29,14 @@ def record(t: float, state: str | None, role: str = "train", **fields: object) -
     return LogRecord(t=t, role=role, event="E", state=state, fields=fields)
 
 
-def test_time_counts_from_the_opening_of_the_log() -> None:
+@pytest.mark.virtual_time
+async def test_time_counts_from_the_opening_of_the_log() -> None:
     log = EventLog(LoopClock())  # no loop runs yet
 
-    async def main() -> None:
-        await asyncio.sleep(100)
-        log.append("flow", "START")
-        await asyncio.sleep(2.5)
-        log.append("train", "ITEM", "WAITING_RESOURCE", step=1)
-
-    run_virtual(main())
+    await asyncio.sleep(100)
+    log.append("flow", "START")
+    await asyncio.sleep(2.5)
+    log.append("train", "ITEM", "WAITING_RESOURCE", step=1)
     assert [r.t for r in log.records] == [0, 2.5]
 
 

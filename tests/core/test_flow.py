@@ -26,6 +26,8 @@ from recipe.async_pipeline.errors import StalenessViolation, WaitTimeout
 from tests.fakes.random_runs import ANSWER_TIMES, random_runs
 from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimTrainer
 
+pytestmark = pytest.mark.virtual_time
+
 
 def run_flow(trainer: SimTrainer, **kwargs: Any) -> tuple[AsyncTrainingFlow, FlowResult]:
     flow = AsyncTrainingFlow(trainer, **kwargs)
@@ -442,22 +444,19 @@ def test_no_replica_left_to_serve_ends_the_run_as_it_is() -> None:
     assert flow.log.records[-1].fields["why"] == "watch: ConnectionError: no replica serves any more"
 
 
-def test_a_run_that_is_cancelled_stops_every_role() -> None:
+async def test_a_run_that_is_cancelled_stops_every_role() -> None:
     flow = AsyncTrainingFlow(SimTrainer(steps=1000))
 
-    async def main() -> None:
-        task = asyncio.create_task(flow.run())
-        await asyncio.sleep(20)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run_virtual(main())
+    task = asyncio.create_task(flow.run())
+    await asyncio.sleep(20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert {m.state for m in flow.machines} == {StageState.STOPPED}
 
 
 @pytest.mark.parametrize("straggler", ["regenerate", "drop"])
-def test_an_error_ends_the_run_at_once_while_a_recalled_group_lingers(straggler: str) -> None:
+async def test_an_error_ends_the_run_at_once_while_a_recalled_group_lingers(straggler: str) -> None:
     """The stop comes while a group that was recalled still ends, which must not look like the recall."""
 
     class Lingering(SimTrainer):
@@ -482,12 +481,9 @@ def test_an_error_ends_the_run_at_once_while_a_recalled_group_lingers(straggler:
     trainer.wait_timeout_s = 1e6
     flow, ended = AsyncTrainingFlow(trainer), []
 
-    async def main() -> None:
-        with pytest.raises(RuntimeError, match="the optimizer broke"):
-            await flow.run()
-        ended.append(asyncio.get_running_loop().time())
-
-    run_virtual(main())
+    with pytest.raises(RuntimeError, match="the optimizer broke"):
+        await flow.run()
+    ended.append(asyncio.get_running_loop().time())
     failed = next(record.t for record in flow.log.records if record.event == "FAIL")
     assert trainer.cancelled == ["p1.0"], "it was recalled"
     assert ended == [pytest.approx(failed)]

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.core import message_queue
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, Prompt, Trajectory
 from recipe.async_pipeline.core.message_queue import MessageQueue, share_of
@@ -28,6 +30,8 @@ from recipe.async_pipeline.errors import (
     StageProtocolError,
     StalenessViolation,
 )
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Bench:
@@ -175,17 +179,14 @@ def test_ends_when_the_last_step_was_taken() -> None:
     run_virtual(main())
 
 
-def test_waits_for_a_version_to_be_served() -> None:
+async def test_waits_for_a_version_to_be_served() -> None:
     bench = Bench(max_lag=0)
 
-    async def main() -> int:
-        waiting = asyncio.create_task(bench.queue.next_admission())
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        bench.serve(0)
-        return (await waiting).prompts
-
-    assert run_virtual(main()) == 2
+    waiting = asyncio.create_task(bench.queue.next_admission())
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    bench.serve(0)
+    assert (await waiting).prompts == 2
 
 
 @pytest.mark.parametrize(
@@ -370,6 +371,21 @@ def test_one_whose_generation_has_not_begun_is_waited_for() -> None:
             bench.queue.enter(Prompt(uid=uid, step=admission.step), admission.version)
     bench.finish("b", "c")
     assert bench.take(1) is None
+
+
+@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop"])
+def test_a_group_due_before_the_step_is_recalled_with_a_share_of_the_oldest(straggler: str) -> None:
+    """`a` is the one group that may have the full lag in step 2, and no later step may take it."""
+    bench = Bench(max_lag=1, order="finished", straggler=straggler, oldest_share=0.5)
+    bench.serve(0)
+    assert bench.admit() == list("abc")
+    bench.finish("b", "c")
+    assert bench.take(1) == "bc"
+    bench.serve(1)
+    assert bench.admit() == list("de")
+    bench.finish("d", "e")
+    assert bench.take(2) == (None if straggler == "wait" else "de")
+    assert bench.verdict("a") == (None if straggler == "wait" else straggler)
 
 
 def test_no_more_are_given_up_than_need_be() -> None:
@@ -694,17 +710,13 @@ def test_keeping_groups_in_order_changes_nothing(
     max_lag: int, order: str, straggler: str, share: float, choices: list[tuple[int, bool, bool]]
 ) -> None:
     """Groups finish, are filtered and are served in any order; both queues say the same all along."""
-    benches = [
-        Bench(
-            max_lag=max_lag,
-            last_step=8,
-            order=order,
-            straggler=straggler,
-            oldest_share=share if max_lag and straggler != "mask" else 1.0,
-        )
-        for _ in range(2)
-    ]
-    benches[1].queue._groups.__class__ = Plain
+    settings = {
+        **{"max_lag": max_lag, "last_step": 8, "order": order, "straggler": straggler},
+        "oldest_share": share if max_lag and straggler != "mask" else 1.0,
+    }
+    with mock.patch.object(message_queue, "UntrainedGroups", Plain):
+        plain = Bench(**settings)
+    benches = [Bench(**settings), plain]
     told: list[list[Any]] = [[], []]
     for bench, said in zip(benches, told, strict=True):
         bench.serve(0)

@@ -15,6 +15,8 @@ from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.core.pools import DevicePool, Lease, PoolSet
 from recipe.async_pipeline.errors import LeaseError, WaitTimeout
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def settle() -> None:
     """Let everything run that can."""
@@ -27,114 +29,93 @@ def test_a_pool_needs_a_slot(devices: int, slots: int, wrong: str) -> None:
         DevicePool("train", devices, slots)
 
 
-def test_a_lease_tells_its_pool_owner_number_and_beginning() -> None:
-    async def main() -> None:
-        pool = DevicePool("train", 4, slots=2)
-        first = await pool.acquire("logp")
-        await asyncio.sleep(3)
-        second = await pool.acquire("train")
-        assert first == Lease(pool="train", owner="logp", number=1, since=0)
-        assert second == Lease(pool="train", owner="train", number=2, since=3)
-        assert pool.holders == ("logp", "train")
-        assert (pool.name, pool.devices, pool.slots) == ("train", 4, 2)
-
-    run_virtual(main())
+async def test_a_lease_tells_its_pool_owner_number_and_beginning() -> None:
+    pool = DevicePool("train", 4, slots=2)
+    first = await pool.acquire("logp")
+    await asyncio.sleep(3)
+    second = await pool.acquire("train")
+    assert first == Lease(pool="train", owner="logp", number=1, since=0)
+    assert second == Lease(pool="train", owner="train", number=2, since=3)
+    assert pool.holders == ("logp", "train")
+    assert (pool.name, pool.devices, pool.slots) == ("train", 4, 2)
 
 
-def test_an_exclusive_pool_serialises_and_serves_in_order() -> None:
-    async def main() -> list[tuple[str, float]]:
-        pool = DevicePool("train", 1)
-        began: list[tuple[str, float]] = []
+async def test_an_exclusive_pool_serialises_and_serves_in_order() -> None:
+    pool = DevicePool("train", 1)
+    began: list[tuple[str, float]] = []
 
-        async def work(owner: str, work_s: float) -> None:
-            lease = await pool.acquire(owner)
-            began.append((owner, lease.since))
-            await asyncio.sleep(work_s)
-            pool.release(lease)
-
-        await asyncio.gather(work("logp", 2), work("train", 5), work("param_update", 1))
-        assert pool.holders == ()
-        return began
-
-    assert run_virtual(main()) == [("logp", 0), ("train", 2), ("param_update", 7)]
-
-
-def test_a_lease_is_released_once() -> None:
-    async def main() -> None:
-        pool = DevicePool("train", 1)
-        lease = await pool.acquire("logp")
+    async def work(owner: str, work_s: float) -> None:
+        lease = await pool.acquire(owner)
+        began.append((owner, lease.since))
+        await asyncio.sleep(work_s)
         pool.release(lease)
-        with pytest.raises(LeaseError, match="logp returned lease 1 on pool 'train', which is not out"):
-            pool.release(lease)
 
-    run_virtual(main())
-
-
-def test_a_lease_of_another_pool_is_refused_and_frees_nothing() -> None:
-    async def main() -> None:
-        train, rollout, namesake = DevicePool("train", 1), DevicePool("rollout", 1), DevicePool("train", 1)
-        held = await train.acquire("logp")
-        with pytest.raises(LeaseError, match="generate returned a lease on pool 'rollout' to pool 'train'"):
-            train.release(await rollout.acquire("generate"))
-        with pytest.raises(LeaseError, match="not issued by this pool"):
-            train.release(await namesake.acquire("logp"))
-        assert train.holders == ("logp",)
-        train.release(held)
-
-    run_virtual(main())
+    await asyncio.gather(work("logp", 2), work("train", 5), work("param_update", 1))
+    assert pool.holders == ()
+    assert began == [("logp", 0), ("train", 2), ("param_update", 7)]
 
 
-def test_it_says_who_holds_it_for_how_long_and_who_waits() -> None:
-    async def main() -> None:
-        pool = DevicePool("train", 1)
-        assert pool.describe() == "train: free"
-        await pool.acquire("logp")
-        waiters = [asyncio.create_task(pool.acquire(owner)) for owner in ("train", "param_update")]
-        await asyncio.sleep(3.2)
-        assert pool.describe() == "train: held by logp since 3.2 s; waiting: train, param_update"
-        for waiter in waiters:
-            waiter.cancel()
-        await asyncio.wait(waiters)
-        assert pool.describe() == "train: held by logp since 3.2 s"
-
-        shared = DevicePool("rollout", 2, slots=2)
-        await shared.acquire("generate")
-        await asyncio.sleep(1)
-        await shared.acquire("validation")
-        assert shared.describe() == "rollout: held by generate since 1.0 s, validation since 0.0 s"
-
-    run_virtual(main())
+async def test_a_lease_is_released_once() -> None:
+    pool = DevicePool("train", 1)
+    lease = await pool.acquire("logp")
+    pool.release(lease)
+    with pytest.raises(LeaseError, match="logp returned lease 1 on pool 'train', which is not out"):
+        pool.release(lease)
 
 
-def test_a_bounded_wait_for_a_lease_names_the_holder_and_leaves_no_trace() -> None:
-    async def main() -> None:
-        pool = DevicePool("train", 1)
-        held = await pool.acquire("logp")
-        with pytest.raises(WaitTimeout) as caught:
-            await within(pool.acquire("train"), 5, owner="train", what="a lease", holder=pool.describe)
-        assert str(caught.value) == (
-            "train waited 5 s for a lease; train: held by logp since 5.0 s; waiting: train"
-        )
-        assert pool.describe() == "train: held by logp since 5.0 s"
-        pool.release(held)
-        assert (await pool.acquire("param_update")).number == 2
-
-    run_virtual(main())
+async def test_a_lease_of_another_pool_is_refused_and_frees_nothing() -> None:
+    train, rollout, namesake = DevicePool("train", 1), DevicePool("rollout", 1), DevicePool("train", 1)
+    held = await train.acquire("logp")
+    with pytest.raises(LeaseError, match="generate returned a lease on pool 'rollout' to pool 'train'"):
+        train.release(await rollout.acquire("generate"))
+    with pytest.raises(LeaseError, match="not issued by this pool"):
+        train.release(await namesake.acquire("logp"))
+    assert train.holders == ("logp",)
+    train.release(held)
 
 
-def test_a_lease_that_comes_in_the_moment_of_a_cancellation_goes_to_the_next() -> None:
-    async def main() -> None:
-        pool = DevicePool("train", 1)
-        held = await pool.acquire("logp")
-        first, second = (asyncio.create_task(pool.acquire(owner)) for owner in ("train", "param_update"))
-        await settle()
-        pool.release(held)
-        first.cancel()
-        assert (await second).owner == "param_update"
-        assert first.cancelled()
-        assert pool.holders == ("param_update",)
+async def test_it_says_who_holds_it_for_how_long_and_who_waits() -> None:
+    pool = DevicePool("train", 1)
+    assert pool.describe() == "train: free"
+    await pool.acquire("logp")
+    waiters = [asyncio.create_task(pool.acquire(owner)) for owner in ("train", "param_update")]
+    await asyncio.sleep(3.2)
+    assert pool.describe() == "train: held by logp since 3.2 s; waiting: train, param_update"
+    for waiter in waiters:
+        waiter.cancel()
+    await asyncio.wait(waiters)
+    assert pool.describe() == "train: held by logp since 3.2 s"
 
-    run_virtual(main())
+    shared = DevicePool("rollout", 2, slots=2)
+    await shared.acquire("generate")
+    await asyncio.sleep(1)
+    await shared.acquire("validation")
+    assert shared.describe() == "rollout: held by generate since 1.0 s, validation since 0.0 s"
+
+
+async def test_a_bounded_wait_for_a_lease_names_the_holder_and_leaves_no_trace() -> None:
+    pool = DevicePool("train", 1)
+    held = await pool.acquire("logp")
+    with pytest.raises(WaitTimeout) as caught:
+        await within(pool.acquire("train"), 5, owner="train", what="a lease", holder=pool.describe)
+    assert str(caught.value) == (
+        "train waited 5 s for a lease; train: held by logp since 5.0 s; waiting: train"
+    )
+    assert pool.describe() == "train: held by logp since 5.0 s"
+    pool.release(held)
+    assert (await pool.acquire("param_update")).number == 2
+
+
+async def test_a_lease_that_comes_in_the_moment_of_a_cancellation_goes_to_the_next() -> None:
+    pool = DevicePool("train", 1)
+    held = await pool.acquire("logp")
+    first, second = (asyncio.create_task(pool.acquire(owner)) for owner in ("train", "param_update"))
+    await settle()
+    pool.release(held)
+    first.cancel()
+    assert (await second).owner == "param_update"
+    assert first.cancelled()
+    assert pool.holders == ("param_update",)
 
 
 def test_pools_are_found_by_name() -> None:

@@ -8,11 +8,12 @@ from collections.abc import Awaitable
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.core.progress import TELL_S, Excused, while_it_progresses
 from recipe.async_pipeline.errors import WaitTimeout
 from tests.fakes.virtual_time import forever, now
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Work:
@@ -48,73 +49,58 @@ class Work:
 
 
 @pytest.mark.parametrize("stall_s", [None, 20.0])
-def test_work_that_progresses_may_take_any_time(stall_s: float | None) -> None:
-    async def main() -> None:
-        work = Work(1000, every_s=10.0)
-        assert await work.watched(stall_s) == "written"
-        assert now() == 10_000.0
-        assert len(work.told) == pytest.approx(10_000 / TELL_S, abs=50)
-        assert all(count == pytest.approx(seconds / 10, abs=1) for count, seconds in work.told)
-
-    run_virtual(main())
+async def test_work_that_progresses_may_take_any_time(stall_s: float | None) -> None:
+    work = Work(1000, every_s=10.0)
+    assert await work.watched(stall_s) == "written"
+    assert now() == 10_000.0
+    assert len(work.told) == pytest.approx(10_000 / TELL_S, abs=50)
+    assert all(count == pytest.approx(seconds / 10, abs=1) for count, seconds in work.told)
 
 
-def test_work_that_is_stuck_ends_with_its_last_count() -> None:
-    async def main() -> None:
-        work = Work(1000, every_s=10.0, stuck_at=7)
-        with pytest.raises(
-            WaitTimeout, match="train waited 300 s for the next byte of x; nothing has been added to 7 bytes"
-        ):
-            await work.watched(300.0)
-        assert now() == pytest.approx(70 + 300, abs=10)
-        assert work.cancelled
-
-    run_virtual(main())
+async def test_work_that_is_stuck_ends_with_its_last_count() -> None:
+    work = Work(1000, every_s=10.0, stuck_at=7)
+    with pytest.raises(
+        WaitTimeout, match="train waited 300 s for the next byte of x; nothing has been added to 7 bytes"
+    ):
+        await work.watched(300.0)
+    assert now() == pytest.approx(70 + 300, abs=10)
+    assert work.cancelled
 
 
-def test_cancelling_the_caller_cancels_the_work() -> None:
-    async def main() -> None:
-        work = Work(1000, every_s=10.0)
-        task = asyncio.ensure_future(work.watched(300.0))
-        await asyncio.sleep(25)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert work.cancelled
-
-    run_virtual(main())
+async def test_cancelling_the_caller_cancels_the_work() -> None:
+    work = Work(1000, every_s=10.0)
+    task = asyncio.ensure_future(work.watched(300.0))
+    await asyncio.sleep(25)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert work.cancelled
 
 
-def test_an_error_of_the_work_is_passed_on() -> None:
+async def test_an_error_of_the_work_is_passed_on() -> None:
     async def fail() -> None:
         await asyncio.sleep(3)
         raise OSError("full")
 
-    async def main() -> None:
-        with pytest.raises(OSError, match="full"):
-            await while_it_progresses(
-                fail(), Work(1, 1.0).count, 10.0, owner="train", what="x", tell=lambda count, seconds: None
-            )
-
-    run_virtual(main())
+    with pytest.raises(OSError, match="full"):
+        await while_it_progresses(
+            fail(), Work(1, 1.0).count, 10.0, owner="train", what="x", tell=lambda count, seconds: None
+        )
 
 
-def test_excused_seconds_extend_a_deadline() -> None:
-    async def main() -> None:
-        excused = Excused()
+async def test_excused_seconds_extend_a_deadline() -> None:
+    excused = Excused()
 
-        async def save(after_s: float, seconds: float) -> None:
-            await asyncio.sleep(after_s)
-            with excused.block(), excused.block():
-                await asyncio.sleep(seconds)
+    async def save(after_s: float, seconds: float) -> None:
+        await asyncio.sleep(after_s)
+        with excused.block(), excused.block():
+            await asyncio.sleep(seconds)
 
-        saves = [asyncio.create_task(save(*span)) for span in ((5, 100), (108, 50), (1000, 1))]
-        wait = within(forever(), 10.0, owner="logp", what="a lease", excused_s=excused.seconds)
-        with pytest.raises(WaitTimeout, match="logp waited 10 s for a lease"):
-            await wait
-        assert now() == pytest.approx(10 + 150)
-        assert excused.seconds() == 150
-        await asyncio.gather(*saves)
-        assert excused.seconds() == 151
-
-    run_virtual(main())
+    saves = [asyncio.create_task(save(*span)) for span in ((5, 100), (108, 50), (1000, 1))]
+    wait = within(forever(), 10.0, owner="logp", what="a lease", excused_s=excused.seconds)
+    with pytest.raises(WaitTimeout, match="logp waited 10 s for a lease"):
+        await wait
+    assert now() == pytest.approx(10 + 150)
+    assert excused.seconds() == 150
+    await asyncio.gather(*saves)
+    assert excused.seconds() == 151

@@ -11,6 +11,8 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.errors import StageProtocolError
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def work(seconds: float, lingers_s: float = 0.0, log: list[str] | None = None) -> str:
     try:
@@ -54,7 +56,7 @@ def test_work_is_bound_by_the_recall(at_s: float | None) -> None:
     assert log == (["ended"] if recalled else []), "the work has ended by then"
 
 
-def test_a_result_that_comes_in_spite_of_the_recall_is_returned() -> None:
+async def test_a_result_that_comes_in_spite_of_the_recall_is_returned() -> None:
     async def stubborn() -> str:
         try:
             await asyncio.sleep(9)
@@ -64,11 +66,8 @@ def test_a_result_that_comes_in_spite_of_the_recall_is_returned() -> None:
 
     recall = Recall()
 
-    async def main() -> str | None:
-        asyncio.get_running_loop().call_later(1, recall.give, "drop")
-        return await recall.bound(stubborn())
-
-    assert run_virtual(main()) == "done"
+    asyncio.get_running_loop().call_later(1, recall.give, "drop")
+    assert await recall.bound(stubborn()) == "done"
 
 
 def test_an_error_is_passed_on() -> None:
@@ -80,19 +79,16 @@ def test_an_error_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize("recalled", [False, True])
-def test_a_cancellation_is_no_recall(recalled: bool) -> None:
+async def test_a_cancellation_is_no_recall(recalled: bool) -> None:
     """Also while the recalled work still cleans up."""
     recall, log = Recall(), list[str]()
 
-    async def main() -> None:
-        waiting = asyncio.create_task(recall.bound(work(100.0, 10.0, log)))
+    waiting = asyncio.create_task(recall.bound(work(100.0, 10.0, log)))
+    await asyncio.sleep(1)
+    if recalled:
+        recall.give("regenerate")
         await asyncio.sleep(1)
-        if recalled:
-            recall.give("regenerate")
-            await asyncio.sleep(1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    run_virtual(main())
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     assert log == ["ended"] or recalled

@@ -11,6 +11,7 @@ import pytest
 from recipe.async_pipeline.core.schedule import Schedule, synchronous
 from recipe.async_pipeline.core.staleness import Versions
 from recipe.async_pipeline.strategies import FullyAsync
+from tests.fakes.queue_order import order_of, recall_of_a_straggler
 
 LAST = 13
 CASES = list(product(range(1, 6), range(1, 5), range(4), range(4)))
@@ -74,7 +75,11 @@ def test_validations_and_checkpoints() -> None:
 def test_the_queue_is_set_by_the_schedule() -> None:
     queue = FullyAsync(batch=4, last_step=9, max_lag=3, depth=2, straggler="drop").queue(Versions())
     assert (queue.batch, queue.max_lag, queue.depth) == (4, 3, 2)
-    assert (queue._groups._order, queue._straggler) == ("finished", "drop")
+    versions = Versions()
+    assert order_of(FullyAsync(batch=4, last_step=9, max_lag=3).queue(versions), versions) == "finished"
+    versions = Versions()
+    dropping = schedule(max_lag=3, straggler="drop").queue(versions)
+    assert recall_of_a_straggler(dropping, versions).verdict == "drop"
     assert schedule(max_lag=1, depth=5).queue(Versions()).depth == 1
 
 

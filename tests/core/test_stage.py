@@ -25,6 +25,8 @@ from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.errors import ConfigError, StageProtocolError, WaitTimeout
 from tests.fakes.trainer import ALL_ROLES, SimTrainer
 
+pytestmark = pytest.mark.virtual_time
+
 
 class Echo(RoleStateMachine):
     """Hands on what it gets; `broken` makes it raise, `release_early` gives the lease back first."""
@@ -126,55 +128,43 @@ def test_a_name_belongs_to_one_class() -> None:
 # The loop.
 
 
-def test_an_item_goes_through_every_state() -> None:
+async def test_an_item_goes_through_every_state() -> None:
     machine = make()
 
-    async def main() -> list[int]:
-        await feed(machine, 1, 2)
-        await machine.run()
-        return [item.step async for item in machine.outputs[0]]
-
-    assert run_virtual(main()) == [1, 2], "and the output was closed behind them"
+    await feed(machine, 1, 2)
+    await machine.run()
+    assert [item.step async for item in machine.outputs[0]] == [1, 2], "and the output was closed behind them"
     item = ["ITEM", "LEASE", "SEEN", "OUTPUT", "RELEASE", "FINISH"]
     assert events(machine) == ["START", *item, *item, "END_OF_INPUT"]
     assert machine.state is StageState.DONE
     assert machine.pool is not None and machine.pool.holders == ()
 
 
-def test_inputs_are_joined() -> None:
+async def test_inputs_are_joined() -> None:
     machine = make(inputs=2)
 
-    async def main() -> Any:
-        await feed(machine, 7)
-        return await machine.receive()
-
-    joined = run_virtual(main())
+    await feed(machine, 7)
+    joined = await machine.receive()
     assert joined == (batch(7), batch(7))
     assert machine.describe_item(joined) == {"step": 7}
 
 
-def test_a_join_of_different_steps_is_a_broken_protocol() -> None:
+async def test_a_join_of_different_steps_is_a_broken_protocol() -> None:
     machine = make(inputs=2)
 
-    async def main() -> None:
+    with pytest.raises(StageProtocolError, match=r"echo joined items of different steps \['1', '2'\]"):
         await machine.inputs[0].send(batch(1))
         await machine.inputs[1].send(batch(2))
         await machine.run()
-
-    with pytest.raises(StageProtocolError, match=r"echo joined items of different steps \['1', '2'\]"):
-        run_virtual(main())
     assert machine.state is StageState.FAILED
 
 
-def test_early_release_lets_the_next_one_in_and_is_logged_once() -> None:
+async def test_early_release_lets_the_next_one_in_and_is_logged_once() -> None:
     machine = make()
     machine.release_early = True
 
-    async def main() -> None:
-        await feed(machine, 1)
-        await machine.run()
-
-    run_virtual(main())
+    await feed(machine, 1)
+    await machine.run()
     assert events(machine).index("RELEASE") < events(machine).index("OUTPUT")
     assert events(machine).count("RELEASE") == 1
 
@@ -183,14 +173,11 @@ def test_early_release_lets_the_next_one_in_and_is_logged_once() -> None:
 
 
 @pytest.mark.parametrize("lane", [0, 1])
-def test_notes_and_moves_carry_lane_and_item(lane: int) -> None:
+async def test_notes_and_moves_carry_lane_and_item(lane: int) -> None:
     machine = make(lane)
 
-    async def main() -> None:
-        await feed(machine, 5)
-        await machine.run()
-
-    run_virtual(main())
+    await feed(machine, 5)
+    await machine.run()
     records = machine.pipeline.log.records
     seen = next(r for r in records if r.event == "SEEN")
     assert seen.state == "RUNNING"
@@ -201,16 +188,13 @@ def test_notes_and_moves_carry_lane_and_item(lane: int) -> None:
 # Ways out.
 
 
-def test_a_failure_returns_the_lease_and_says_why() -> None:
+async def test_a_failure_returns_the_lease_and_says_why() -> None:
     machine = make()
     machine.broken = error = RuntimeError("x" * 1000)
 
-    async def main() -> None:
+    with pytest.raises(RuntimeError) as caught:
         await feed(machine, 1)
         await machine.run()
-
-    with pytest.raises(RuntimeError) as caught:
-        run_virtual(main())
     assert caught.value is error
     assert machine.pool is not None and machine.pool.holders == ()
     assert machine.pipeline.failures == [("echo", error)]
@@ -221,19 +205,16 @@ def test_a_failure_returns_the_lease_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("at_s", [0.0, 0.5])
-def test_a_stop_returns_the_lease_and_is_no_failure(at_s: float) -> None:
+async def test_a_stop_returns_the_lease_and_is_no_failure(at_s: float) -> None:
     machine = make()
 
-    async def main() -> None:
-        await machine.inputs[0].send(batch(1))
-        task = asyncio.create_task(machine.run())
-        await asyncio.sleep(0)
-        await asyncio.sleep(at_s)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run_virtual(main())
+    await machine.inputs[0].send(batch(1))
+    task = asyncio.create_task(machine.run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(at_s)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert machine.state is StageState.STOPPED
     assert machine.pool is not None and machine.pool.holders == ()
     assert machine.pipeline.failures == []
@@ -248,20 +229,17 @@ def test_a_wait_names_the_other_side() -> None:
         run_virtual(machine.run())
 
 
-def test_a_wait_for_a_lease_names_its_holder() -> None:
+async def test_a_wait_for_a_lease_names_its_holder() -> None:
     machine = make()
 
-    async def main() -> None:
+    with pytest.raises(WaitTimeout, match=r"a lease on pool train; train: held by another since 1000\.0 s"):
         assert machine.pool is not None
         await machine.pool.acquire("another")
         await feed(machine, 1)
         await machine.run()
 
-    with pytest.raises(WaitTimeout, match=r"a lease on pool train; train: held by another since 1000\.0 s"):
-        run_virtual(main())
 
-
-def test_a_wait_for_room_names_the_consumer() -> None:
+async def test_a_wait_for_room_names_the_consumer() -> None:
     trainer = SimTrainer()
     machine = make(trainer=trainer)
     machine.outputs = (Channel("out", 1),)
@@ -269,9 +247,6 @@ def test_a_wait_for_room_names_the_consumer() -> None:
     consumer.inputs = machine.outputs
     machine.pipeline.machines.append(consumer)
 
-    async def main() -> None:
+    with pytest.raises(WaitTimeout, match=r"room in out; echo\[1\] is IDLE"):
         await feed(machine, 1, 2)
         await machine.run()
-
-    with pytest.raises(WaitTimeout, match=r"room in out; echo\[1\] is IDLE"):
-        run_virtual(main())

@@ -15,16 +15,13 @@ from recipe.async_pipeline.core.threads import in_new_thread, in_thread_of, made
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME")
 
 
-def test_it_runs_in_a_daemon_with_the_name_and_the_context_of_the_caller() -> None:
+async def test_it_runs_in_a_daemon_with_the_name_and_the_context_of_the_caller() -> None:
     def call() -> tuple[str, bool, str]:
         thread = threading.current_thread()
         return thread.name, thread.daemon, NAME.get()
 
-    async def test() -> None:
-        NAME.set("caller")
-        assert await in_new_thread(call, "tool t") == ("tool t", True, "caller")
-
-    asyncio.run(test())
+    NAME.set("caller")
+    assert await in_new_thread(call, "tool t") == ("tool t", True, "caller")
 
 
 @pytest.mark.parametrize(
@@ -35,19 +32,16 @@ def test_it_runs_in_a_daemon_with_the_name_and_the_context_of_the_caller() -> No
         (StopIteration(), "RuntimeError('StopIteration()')"),
     ],
 )
-def test_what_it_raises_reaches_the_caller(raised: BaseException, seen: str) -> None:
+async def test_what_it_raises_reaches_the_caller(raised: BaseException, seen: str) -> None:
     def call() -> NoReturn:
         raise raised
 
-    async def test() -> None:
-        with pytest.raises((Exception, SystemExit)) as error:
-            await in_new_thread(call, "t")
-        assert repr(error.value) == seen
-
-    asyncio.run(test())
+    with pytest.raises((Exception, SystemExit)) as error:
+        await in_new_thread(call, "t")
+    assert repr(error.value) == seen
 
 
-def test_one_that_outlasts_its_caller_and_the_loop_ends_in_silence(
+async def test_one_that_outlasts_its_caller_and_the_loop_ends_in_silence(
     recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its result goes nowhere: the caller was cancelled, and then the loop was closed."""
@@ -55,21 +49,18 @@ def test_one_that_outlasts_its_caller_and_the_loop_ends_in_silence(
     monkeypatch.setattr(threading, "excepthook", failures.append)
     release, threads = threading.Event(), []
 
-    async def test() -> None:
-        loop, began = asyncio.get_running_loop(), asyncio.Event()
+    loop, began = asyncio.get_running_loop(), asyncio.Event()
 
-        def call() -> None:
-            threads.append(threading.current_thread())
-            loop.call_soon_threadsafe(began.set)
-            assert release.wait(30)
+    def call() -> None:
+        threads.append(threading.current_thread())
+        loop.call_soon_threadsafe(began.set)
+        assert release.wait(30)
 
-        waiting = asyncio.ensure_future(in_new_thread(call, "t"))
-        await began.wait()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(test())
+    waiting = asyncio.ensure_future(in_new_thread(call, "t"))
+    await began.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     release.set()
     threads[0].join(30)
     assert not threads[0].is_alive() and not failures and not recwarn.list
@@ -101,23 +92,20 @@ class Making:
         return "made"
 
 
-def test_what_is_made_for_a_cancelled_caller_is_undone() -> None:
+async def test_what_is_made_for_a_cancelled_caller_is_undone() -> None:
     make = Making()
 
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        undone: asyncio.Future[str] = loop.create_future()
-        making = asyncio.create_task(
-            made_in_executor(make, lambda made: loop.call_soon_threadsafe(undone.set_result, made))
-        )
-        await loop.run_in_executor(None, make.begun.wait)
-        making.cancel()
-        await asyncio.wait({making})
-        assert making.cancelled() and not undone.done()
-        make.release.set()
-        assert await undone == "made"
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    loop = asyncio.get_running_loop()
+    undone: asyncio.Future[str] = loop.create_future()
+    making = asyncio.create_task(
+        made_in_executor(make, lambda made: loop.call_soon_threadsafe(undone.set_result, made))
+    )
+    await loop.run_in_executor(None, make.begun.wait)
+    making.cancel()
+    await asyncio.wait({making})
+    assert making.cancelled() and not undone.done()
+    make.release.set()
+    assert await undone == "made"
 
 
 def test_what_is_made_while_the_loop_ends_is_undone() -> None:
@@ -134,15 +122,12 @@ def test_what_is_made_while_the_loop_ends_is_undone() -> None:
     assert undone == ["made"]
 
 
-def test_what_is_made_in_an_executor_is_returned_or_raised() -> None:
+async def test_what_is_made_in_an_executor_is_returned_or_raised() -> None:
     def fails() -> NoReturn:
         raise ValueError("bad")
 
-    async def test() -> None:
-        undone: list[str] = []
-        assert await made_in_executor(lambda: "made", undone.append) == "made"
-        with pytest.raises(ValueError, match="bad"):
-            await made_in_executor(fails, undone.append)
-        assert undone == []
-
-    asyncio.run(test())
+    undone: list[str] = []
+    assert await made_in_executor(lambda: "made", undone.append) == "made"
+    with pytest.raises(ValueError, match="bad"):
+        await made_in_executor(fails, undone.append)
+    assert undone == []

@@ -14,61 +14,54 @@ from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.core.wait_graph import Holders, Wait, cycle_in, deadlocked, waits_of
 from recipe.async_pipeline.errors import WaitTimeout
 
+pytestmark = pytest.mark.virtual_time
+
 GRAPHS = st.dictionaries(st.sampled_from("abcdef"), st.lists(st.sampled_from("abcdefg"), max_size=3))
 
 
-def test_a_wait_is_known_while_it_lasts() -> None:
-    async def main() -> None:
-        waits = waits_of()
-        task = asyncio.create_task(
-            within(asyncio.sleep(2), 5, owner="train", what="the gather", holder=lambda: "no holder")
-        )
-        await asyncio.sleep(1)
-        (wait,) = waits.open
-        assert (wait.owner, wait.what, wait.since, wait.timeout_s) == ("train", "the gather", 0.0, 5)
-        assert wait.holders() == "no holder"
-        assert wait.holders().names == ()
-        await task
-        assert waits.open == ()
-
-    run_virtual(main())
+async def test_a_wait_is_known_while_it_lasts() -> None:
+    waits = waits_of()
+    task = asyncio.create_task(
+        within(asyncio.sleep(2), 5, owner="train", what="the gather", holder=lambda: "no holder")
+    )
+    await asyncio.sleep(1)
+    (wait,) = waits.open
+    assert (wait.owner, wait.what, wait.since, wait.timeout_s) == ("train", "the gather", 0.0, 5)
+    assert wait.holders() == "no holder"
+    assert wait.holders().names == ()
+    await task
+    assert waits.open == ()
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "raises", "expires"])
-def test_however_it_ends_it_is_forgotten(ending: str) -> None:
+async def test_however_it_ends_it_is_forgotten(ending: str) -> None:
     async def broken() -> None:
         raise ValueError(ending)
 
-    async def main() -> None:
-        inner = broken() if ending == "raises" else asyncio.sleep(100)
-        task = asyncio.create_task(within(inner, None if ending == "cancelled" else 3, owner="a", what="b"))
-        await asyncio.sleep(0)
-        if ending == "cancelled":
-            task.cancel()
-        with pytest.raises((ValueError, WaitTimeout, asyncio.CancelledError)):
-            await task
-        assert waits_of().open == ()
-
-    run_virtual(main())
+    inner = broken() if ending == "raises" else asyncio.sleep(100)
+    task = asyncio.create_task(within(inner, None if ending == "cancelled" else 3, owner="a", what="b"))
+    await asyncio.sleep(0)
+    if ending == "cancelled":
+        task.cancel()
+    with pytest.raises((ValueError, WaitTimeout, asyncio.CancelledError)):
+        await task
+    assert waits_of().open == ()
 
 
-def test_an_expiry_is_reported_while_the_wait_is_still_there() -> None:
+async def test_an_expiry_is_reported_while_the_wait_is_still_there() -> None:
     seen: list[tuple[str, int]] = []
 
-    async def main() -> None:
-        waits = waits_of()
+    waits = waits_of()
 
-        def record(wait: Wait) -> str:
-            seen.append((wait.owner, len(waits.open)))
-            return ""
+    def record(wait: Wait) -> str:
+        seen.append((wait.owner, len(waits.open)))
+        return ""
 
-        waits.on_expiry = record
-        other = asyncio.create_task(within(asyncio.sleep(9), 10, owner="other", what="sleep"))
-        with pytest.raises(WaitTimeout):
-            await within(asyncio.sleep(9), 2, owner="train", what="sleep")
-        other.cancel()
-
-    run_virtual(main())
+    waits.on_expiry = record
+    other = asyncio.create_task(within(asyncio.sleep(9), 10, owner="other", what="sleep"))
+    with pytest.raises(WaitTimeout):
+        await within(asyncio.sleep(9), 2, owner="train", what="sleep")
+    other.cancel()
     assert seen == [("train", 2)]
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.wait_queue import Broadcast, Turnstile
 
+pytestmark = pytest.mark.virtual_time
+
 
 class Permits:
     """Counts permits, and who took one, in order."""
@@ -44,72 +46,60 @@ def test_a_turn_that_is_free_does_not_suspend() -> None:
     assert permits.took == ["a"]
 
 
-def test_waiters_pass_in_order_and_are_named_until_they_do() -> None:
-    async def main() -> None:
-        permits = Permits(0)
-        tasks = [asyncio.create_task(permits.take(name)) for name in "abc"]
-        await settle()
-        assert permits.gate.names == ("a", "b", "c")
-        permits.give(2)
-        await settle()
-        assert permits.took == ["a", "b"]
-        assert len(permits.gate.names) == 1
-        permits.give()
-        await asyncio.wait(tasks)
-        assert permits.took == ["a", "b", "c"]
-
-    run_virtual(main())
+async def test_waiters_pass_in_order_and_are_named_until_they_do() -> None:
+    permits = Permits(0)
+    tasks = [asyncio.create_task(permits.take(name)) for name in "abc"]
+    await settle()
+    assert permits.gate.names == ("a", "b", "c")
+    permits.give(2)
+    await settle()
+    assert permits.took == ["a", "b"]
+    assert len(permits.gate.names) == 1
+    permits.give()
+    await asyncio.wait(tasks)
+    assert permits.took == ["a", "b", "c"]
 
 
-def test_a_newcomer_does_not_overtake_one_whose_turn_has_come() -> None:
-    async def main() -> list[str]:
-        permits = Permits(0)
-        early = asyncio.create_task(permits.take("early"))
-        await settle()
-        permits.give()
-        late = asyncio.create_task(permits.take("late"))
-        await asyncio.wait([early])
-        permits.give()
-        await late
-        return permits.took
-
-    assert run_virtual(main()) == ["early", "late"]
+async def test_a_newcomer_does_not_overtake_one_whose_turn_has_come() -> None:
+    permits = Permits(0)
+    early = asyncio.create_task(permits.take("early"))
+    await settle()
+    permits.give()
+    late = asyncio.create_task(permits.take("late"))
+    await asyncio.wait([early])
+    permits.give()
+    await late
+    assert permits.took == ["early", "late"]
 
 
-def test_a_newcomer_overtakes_no_waiter_even_without_suspension() -> None:
-    async def main() -> list[str]:
-        permits = Permits(0)
-        early = asyncio.create_task(permits.take("early"))
-        await settle()
-        permits.give()
-        late = permits.take("late")
-        late.send(None)  # runs it in this very turn of the loop, before `early` can run
-        late.close()
-        await early
-        permits.give()
-        await permits.take("latest")
-        return permits.took
-
-    assert run_virtual(main()) == ["early", "latest"]
+async def test_a_newcomer_overtakes_no_waiter_even_without_suspension() -> None:
+    permits = Permits(0)
+    early = asyncio.create_task(permits.take("early"))
+    await settle()
+    permits.give()
+    late = permits.take("late")
+    late.send(None)  # runs it in this very turn of the loop, before `early` can run
+    late.close()
+    await early
+    permits.give()
+    await permits.take("latest")
+    assert permits.took == ["early", "latest"]
 
 
 @pytest.mark.parametrize("granted_first", [True, False])
-def test_a_cancelled_waiter_passes_its_turn_on(granted_first: bool) -> None:
-    async def main() -> list[str]:
-        permits = Permits(0)
-        first, second = (asyncio.create_task(permits.take(name)) for name in ("first", "second"))
-        await settle()
-        if granted_first:
-            permits.give()
-            first.cancel()
-        else:
-            first.cancel()
-            permits.give()
-        await asyncio.wait([first, second])
-        assert first.cancelled()
-        return permits.took
-
-    assert run_virtual(main()) == ["second"]
+async def test_a_cancelled_waiter_passes_its_turn_on(granted_first: bool) -> None:
+    permits = Permits(0)
+    first, second = (asyncio.create_task(permits.take(name)) for name in ("first", "second"))
+    await settle()
+    if granted_first:
+        permits.give()
+        first.cancel()
+    else:
+        first.cancel()
+        permits.give()
+    await asyncio.wait([first, second])
+    assert first.cancelled()
+    assert permits.took == ["second"]
 
 
 OPERATION = st.one_of(
@@ -149,22 +139,19 @@ def test_waiters_that_are_not_cancelled_pass_in_order_and_no_permit_is_lost(
     run_virtual(main())
 
 
-def test_news_wakes_all_who_wait_and_none_who_come_later() -> None:
-    async def main() -> None:
-        news, woken = Broadcast(), list[str]()
+async def test_news_wakes_all_who_wait_and_none_who_come_later() -> None:
+    news, woken = Broadcast(), list[str]()
 
-        async def wait(name: str) -> None:
-            await news.wait()
-            woken.append(name)
+    async def wait(name: str) -> None:
+        await news.wait()
+        woken.append(name)
 
-        tasks = [asyncio.create_task(wait(name)) for name in ("a", "b")]
-        await settle()
-        news.notify()
-        tasks.append(asyncio.create_task(wait("late")))
-        await settle()
-        assert woken == ["a", "b"]
-        news.notify()
-        await asyncio.gather(*tasks)
-        assert woken == ["a", "b", "late"]
-
-    run_virtual(main())
+    tasks = [asyncio.create_task(wait(name)) for name in ("a", "b")]
+    await settle()
+    news.notify()
+    tasks.append(asyncio.create_task(wait("late")))
+    await settle()
+    assert woken == ["a", "b"]
+    news.notify()
+    await asyncio.gather(*tasks)
+    assert woken == ["a", "b", "late"]

@@ -41,15 +41,15 @@ def test_latents_become_pictures(frozen: Any) -> None:
     latents = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     pictures = frozen.decode(latents)
     assert pictures.shape == (3, 3, 16, 16) and pictures.dtype == torch.uint8
-    scaled = frozen._pipeline.vae.config.scaling_factor
-    frozen._pipeline.vae.register_to_config(scaling_factor=2 * scaled)
+    scaled = frozen.pipeline.vae.config.scaling_factor
+    frozen.pipeline.vae.register_to_config(scaling_factor=2 * scaled)
     try:
         assert torch.equal(frozen.decode(2 * latents), pictures), "the VAE's scale is taken back"
     finally:
-        frozen._pipeline.vae.register_to_config(scaling_factor=scaled)
+        frozen.pipeline.vae.register_to_config(scaling_factor=scaled)
 
 
 def test_the_parts_are_not_trained(frozen: Any) -> None:
     for part in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-        module = getattr(frozen._pipeline, part)
+        module = getattr(frozen.pipeline, part)
         assert not module.training and not any(one.requires_grad for one in module.parameters())

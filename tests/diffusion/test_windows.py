@@ -11,7 +11,6 @@ from recipe.async_pipeline.diffusion.windows import (
     EveryStep,
     RandomWindow,
     SdeWindow,
-    SlidingWindow,
     windows,
 )
 from recipe.async_pipeline.errors import ConfigError
@@ -50,11 +49,6 @@ def test_a_window_without_a_range_may_be_anywhere_before_the_last_step() -> None
     assert windows(10, 3, None) == RandomWindow(size=3, first=0, end=9, num_steps=10)
 
 
-def test_a_sliding_window_moves_from_noise_to_data_and_stays() -> None:
-    sliding = SlidingWindow(size=2, first=0, end=5, interval=10, stride=2, num_steps=8)
-    assert [sliding.of(7, update).start for update in (0, 9, 10, 19, 20, 30, 900)] == [0, 0, 2, 2, 3, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("size", "within", "num_steps"),
     [
@@ -79,9 +73,3 @@ def test_one_step_has_no_window() -> None:
 def test_a_range_has_two_ends() -> None:
     with pytest.raises(ConfigError, match=r"sde_window_range must be \[first, end\], got \[0\]"):
         windows(10, 3, [0])
-
-
-@pytest.mark.parametrize(("interval", "stride"), [(0, 1), (1, 0)])
-def test_a_sliding_window_moves(interval: int, stride: int) -> None:
-    with pytest.raises(ConfigError, match="needs an interval and a stride >= 1"):
-        SlidingWindow(size=2, first=0, end=5, interval=interval, stride=stride, num_steps=8)

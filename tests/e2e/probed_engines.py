@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, Salts, VersionedEngine
+from recipe.async_pipeline.weight_sync.versioned_engine import FORM, Loaded, Salts, VersionedEngine
 
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 PIECE_BYTES = 1 << 16
@@ -28,6 +28,11 @@ class ProbedEngine(Protocol):
         self, prompt: list[int], tokens: int, temperature: float = 0.0
     ) -> tuple[list[int], list[float]]:
         """Return tokens, by default the likeliest, and their log-probs."""
+
+    async def formed(
+        self, prompt: list[int], tokens: int, form: dict[str, str], name: str = ""
+    ) -> tuple[list[int], list[float]]:
+        """Return a response of a form, as verl's servers get it, and its log-probs."""
 
     async def score(self, prompt: list[int], tokens: list[int]) -> list[float]:
         """Return the log-probs of tokens that follow a prompt."""
@@ -90,7 +95,22 @@ class Vllm:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, logprobs=0)
-        asked = self._engine.generate({"prompt_token_ids": prompt}, params, request_id=uuid.uuid4().hex)
+        return await self._said(prompt, params)
+
+    async def formed(
+        self, prompt: list[int], tokens: int, form: dict[str, str], name: str = ""
+    ) -> tuple[list[int], list[float]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = SamplingParams(
+            max_tokens=tokens, logprobs=0, structured_outputs=StructuredOutputsParams(**form)
+        )
+        return await self._said(prompt, params, name)
+
+    async def _said(self, prompt: list[int], params: Any, name: str = "") -> tuple[list[int], list[float]]:
+        name = name or uuid.uuid4().hex
+        asked = self._engine.generate({"prompt_token_ids": prompt}, params, request_id=name)
         part = [output.outputs[0] async for output in asked if output.outputs][-1]
         chosen = [entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)]
         return list(part.token_ids), chosen
@@ -160,6 +180,12 @@ class SGLang:
         output = await self._ask(prompt, params)
         return list(output["output_ids"]), [one[0] for one in output["meta_info"]["output_token_logprobs"]]
 
+    async def formed(
+        self, prompt: list[int], tokens: int, form: dict[str, str], name: str = ""
+    ) -> tuple[list[int], list[float]]:
+        output = await self._ask(prompt, {"max_new_tokens": tokens, FORM: form}, name)
+        return list(output["output_ids"]), [one[0] for one in output["meta_info"]["output_token_logprobs"]]
+
     async def score(self, prompt: list[int], tokens: list[int]) -> list[float]:
         params = {"temperature": 0, "max_new_tokens": 1}
         output = await self._ask([*prompt, *tokens], params, logprob_start_len=0)
@@ -169,11 +195,13 @@ class SGLang:
         output = await self._ask(prompt, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
         return int(output["meta_info"]["cached_tokens"])
 
-    async def _ask(self, prompt: list[int], params: dict[str, Any], **more: Any) -> dict[str, Any]:
+    async def _ask(
+        self, prompt: list[int], params: dict[str, Any], name: str = "", **more: Any
+    ) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
-            rid=uuid.uuid4().hex,
+            rid=name or uuid.uuid4().hex,
             input_ids=prompt,
             sampling_params=params,
             return_logprob=True,

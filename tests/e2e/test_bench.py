@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.lab.bench.arms import ENGINES
+from recipe.async_pipeline.lab.bench.checkpoint import CheckpointSize
+from recipe.async_pipeline.lab.bench.checkpoint import run_job as run_checkpoints
 from recipe.async_pipeline.lab.bench.weight_sync_jobs import Engines, make_task, run_ways
 from tests.e2e.job import ROOT, Job, check_clean_end, check_events
 from tests.fakes.private_mounts import may_unshare
@@ -119,6 +121,16 @@ def test_publications_on_two_hosts_are_measured(tmp_path: Path) -> None:
     row = rows["dual_buffer_host"]
     assert 0 < row["transfer_s"]["median"] <= row["publication_s"]["median"] * 2
     assert 1 < row["host_memory_versions"] < 3, "each host holds two versions at most"
+
+
+@pytest.mark.nightly
+def test_checkpoints_are_measured(tmp_path: Path) -> None:
+    """With finished tokens and tokens in flight; every published checkpoint can be read."""
+    size = CheckpointSize(groups=4, answers=2, tokens=50)
+    found = run_checkpoints(size, size.groups, tmp_path / "job", lambda line: None)
+    assert (found["checkpoints"], found["unreadable"]) == (4, [])
+    assert (found["contents"]["finished"], found["contents"]["in_flight"]) == (400, 400)
+    assert 0 < found["held_s"] <= found["whole_s"]
 
 
 def test_the_control_plane(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ PROMPT = [20, 21, 11, 22, 23, 29]
 SWAPS = 8
 """Loads of random weights for each way to load, after `MANY` publications."""
 MANY = 200
+STEPS_BETWEEN = 12
+"""Most tokens of a request between two publications. After an abort, it is prefilled again in that time."""
 LONG = MAX_LEN - len(PROMPT) - SPARE
 
 
@@ -88,6 +90,12 @@ class Probe:
             said, log_probs = await self.engine.answer(PROMPT, tokens)
         assert len(log_probs) == len(said)
         return said, list(spans)
+
+    async def step_s(self) -> float:
+        """Return the seconds of a token while all ask, so that loads meet requests on a slow machine, too."""
+        started = time.perf_counter()
+        await asyncio.gather(*(self.answer(LONG) for _ in range(ASKERS)))
+        return (time.perf_counter() - started) / LONG
 
     async def ask(self, stop: asyncio.Event, seed: int, wrong: list[Any], counts: dict[str, int]) -> None:
         chance = random.Random(seed)
@@ -143,13 +151,14 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
     torch.manual_seed(5)
     chance = random.Random(0)
     await probe.publish_next("keep")
+    pause_s = max(0.05, STEPS_BETWEEN * await probe.step_s())
     for in_flight, stage in WAYS:
         wrong: list[Any] = []
         stop, counts = asyncio.Event(), {"answers": 0, "boundaries": 0}
         askers = [asyncio.create_task(probe.ask(stop, seed, wrong, counts)) for seed in range(ASKERS)]
         probe.load_s.clear()
         for _ in range(publications):
-            await asyncio.sleep(chance.uniform(0, 0.05))
+            await asyncio.sleep(chance.uniform(0, pause_s))
             await probe.publish_next(in_flight, stage)
         stop.set()
         await asyncio.gather(*askers)

@@ -14,11 +14,12 @@ from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.chains import Completion
 from recipe.async_pipeline.gateway.conversation import Message, Said, tool_call
-from recipe.async_pipeline.gateway.sessions import CannotAppend, SessionLimits
+from recipe.async_pipeline.gateway.sessions import SessionLimits
+from recipe.async_pipeline.gateway.turns import CannotAppend, Form
 
 END = 257
 LIMITS = SessionLimits(prompt_tokens=10_000, response_tokens=100_000)
-CALL = re.compile(r"\[(\w+) ([^\]]*)\]")
+CALL = re.compile(r"\[(\w+) (\{[^{}]*\}|[^\]]*)\]")
 """How the policy writes a tool call: [name {"x": 1}]."""
 
 
@@ -41,6 +42,7 @@ class FakePolicy:
         self.prompts: list[list[int]] = []
         self.limits: list[int] = []
         self.stops: list[Sequence[str]] = []
+        self.forms: list[Form | None] = []
         self.request_ids: list[str] = []
         self.tools: list[Any] = []
         self.appends = True
@@ -57,6 +59,9 @@ class FakePolicy:
         head = json.dumps(tools, sort_keys=True).encode() if tools else b""
         return [*head, *b"".join(map(rendered, messages))]
 
+    async def encode(self, text: str) -> list[int]:
+        return [*text.encode()]
+
     async def append(
         self,
         previous: Sequence[Message],
@@ -70,8 +75,14 @@ class FakePolicy:
         return [*closed, *b"".join(map(rendered, new))], len(token_ids)
 
     async def generate(
-        self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        stop: Sequence[str],
+        form: Form | None = None,
     ) -> Completion:
+        self.forms.append(form)
         self.prompts.append(list(token_ids))
         self.limits.append(max_tokens)
         self.stops.append(stop)

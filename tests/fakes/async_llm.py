@@ -38,6 +38,7 @@ class Params:
     output_kind: Kind = Kind.CUMULATIVE
     stop: list[str] = field(default_factory=list)
     detokenize: bool = True
+    structured_outputs: Any = None
 
 
 @dataclass
@@ -172,8 +173,10 @@ class AsyncLLM:
         engine: Any = self  # its methods are methods; the protocol's are attributes that can be set
         return serve_versions(engine)
 
-    async def ask(self, name: str, tokens: int, seed: int | None = None) -> Answer:
-        params = Params(tokens, min_tokens=2, seed=seed)
+    async def ask(
+        self, name: str, tokens: int, seed: int | None = None, form: dict[str, str] | None = None
+    ) -> Answer:
+        params = Params(tokens, min_tokens=2, seed=seed, structured_outputs=form)
         outputs = [o async for o in self.generate({"prompt_token_ids": PROMPT}, params, request_id=name)]
         part = outputs[-1].outputs[0]
         assert [next(iter(entry)) for entry in part.logprobs] == part.token_ids

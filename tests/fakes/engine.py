@@ -95,23 +95,23 @@ class FakeEngine(RecordingAdapter):
         if not tied:
             shapes[LM_HEAD] = (PADDED // size, HIDDEN)
         dummy = torch.Generator().manual_seed(100 + rank)
-        self._tensors = {n: torch.randn(*s, generator=dummy).bfloat16() for n, s in shapes.items()}
-        self._tensors[BIAS] = torch.randn(EXPERTS)  # a buffer in a wider dtype
+        self.held = {n: torch.randn(*s, generator=dummy).bfloat16() for n, s in shapes.items()}
+        self.held[BIAS] = torch.randn(EXPERTS)  # a buffer in a wider dtype
         self.quantized = quantized
         if quantized:
-            self._tensors[QUANTIZED] = torch.zeros(HIDDEN, HIDDEN, dtype=torch.int8)
-            self._tensors[f"{QUANTIZED}_scale"] = torch.ones(HIDDEN)
+            self.held[QUANTIZED] = torch.zeros(HIDDEN, HIDDEN, dtype=torch.int8)
+            self.held[f"{QUANTIZED}_scale"] = torch.ones(HIDDEN)
         if tied:
-            self._tensors[LM_HEAD] = self._tensors[EMBED]
+            self.held[LM_HEAD] = self.held[EMBED]
         self.sealed = 0
 
     def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
         """Have the weights in the memory of a device, which adopts them."""
         self._device = device
-        adopt(self._tensors.values())
+        adopt(self.held.values())
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        return dict(self._tensors)
+        return dict(self.held)
 
     def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
         given = list(piece)
@@ -156,37 +156,37 @@ class FakeEngine(RecordingAdapter):
                 self._load_one(f"{module}.{own}_proj.weight", rows)
         elif part in ("q_proj", "k_proj", "v_proj"):
             rank, size = (self.rank, self.size) if part[0] == "q" else (self.kv_rank, self.kv_size)
-            parts = self._tensors[f"{module}.qkv_proj.weight"].split(list(self.rows.values()))
+            parts = self.held[f"{module}.qkv_proj.weight"].split(list(self.rows.values()))
             parts["qkv".index(part[0])].copy_(tensor.chunk(size)[rank])
         elif part in ("gate_proj", "up_proj"):
-            halves = self._tensors[f"{module}.gate_up_proj.weight"].chunk(2)
+            halves = self.held[f"{module}.gate_up_proj.weight"].chunk(2)
             halves[part == "up_proj"].copy_(tensor.chunk(self.size)[self.rank])
         elif part in ("o_proj", "down_proj"):
             columns = tensor.chunk(self.size, dim=1)[self.rank]
-            self._tensors[name].copy_(columns if part == "o_proj" else columns.t())
+            self.held[name].copy_(columns if part == "o_proj" else columns.t())
         else:
-            self._tensors[name].copy_(tensor)
+            self.held[name].copy_(tensor)
 
     def _load_rows(self, name: str, tensor: torch.Tensor) -> None:
         height = PADDED // self.size
         rows = tensor[self.rank * height : (self.rank + 1) * height]
-        self._tensors[name][: len(rows)].copy_(rows)
-        self._tensors[name][len(rows) :].fill_(0)
+        self.held[name][: len(rows)].copy_(rows)
+        self.held[name][len(rows) :].fill_(0)
 
     def _load_quantized(self, tensor: torch.Tensor) -> None:
         weight, scale = quantize(tensor)
-        self._tensors[QUANTIZED].copy_(weight)
+        self.held[QUANTIZED].copy_(weight)
         if not self.skip_scale:
-            self._tensors[f"{QUANTIZED}_scale"].copy_(scale)
+            self.held[f"{QUANTIZED}_scale"].copy_(scale)
 
     def _load_expert(self, expert: int, part: str, tensor: torch.Tensor) -> None:
         if expert not in self.local:
             return
         slot = self.local.index(expert)
         if part == "down_proj":
-            self._tensors[f"{EXPERT}.w2"][slot].copy_(tensor.chunk(self.inner_size, dim=1)[self.inner_rank])
+            self.held[f"{EXPERT}.w2"][slot].copy_(tensor.chunk(self.inner_size, dim=1)[self.inner_rank])
         else:
-            halves = self._tensors[f"{EXPERT}.w13"][slot].chunk(2)
+            halves = self.held[f"{EXPERT}.w13"][slot].chunk(2)
             halves[part == "up_proj"].copy_(tensor.chunk(self.inner_size)[self.inner_rank])
 
     def _places(self, name: str, whole: View) -> list[Piece]:
@@ -233,7 +233,7 @@ class FakeEngine(RecordingAdapter):
         return [Piece(source, served, target)]
 
     def _view(self, name: str) -> View:
-        return View.whole(self._tensors[name].shape)
+        return View.whole(self.held[name].shape)
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,8 +43,8 @@ class Counting:
             os._exit(4)
         if text == "hang":
             time.sleep(1000)
-        if text == "fork":
-            self.child = subprocess.Popen(["sleep", "1000"])
+        if text in ("fork", "daemon"):
+            self.child = subprocess.Popen(["sleep", "1000"], start_new_session=text == "daemon")
             return Step(f"{os.getpid()} {self.child.pid}")
         if text == "nonsense":
             return {"observation": "x"}

@@ -62,32 +62,32 @@ class SimulatedDevice:
     def __init__(self) -> None:
         self.active = True
         self.pinned: list[int] = []
-        self._memory: dict[int, torch.UntypedStorage] = {}
+        self.memory: dict[int, torch.UntypedStorage] = {}
         """The device's storages. None is freed, so that no other memory gets its address."""
-        self._streams: list[Stream] = [Stream()]
+        self.streams: list[Stream] = [Stream()]
         self._current = threading.local()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move memory to the device, where it is."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._memory[storage._cdata] = storage
+            self.memory[storage._cdata] = storage
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in the device's memory."""
-        return self._holds(tensor.untyped_storage())
+        return self.holds_storage(tensor.untyped_storage())
 
-    def _holds(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._memory
+    def holds_storage(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self.memory
 
     def holds_address(self, address: int) -> bool:
         """Return whether an address is in the device's memory."""
-        return any(0 <= address - one.data_ptr() < one.nbytes() for one in self._memory.values())
+        return any(0 <= address - one.data_ptr() < one.nbytes() for one in self.memory.values())
 
     @property
     def stream(self) -> Stream:
         """The current stream of this thread."""
-        return getattr(self._current, "stream", self._streams[0])
+        return getattr(self._current, "stream", self.streams[0])
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
@@ -98,7 +98,7 @@ class SimulatedDevice:
             self._current.stream = before
 
     def synchronize(self, device: Any = None) -> None:
-        for stream in self._streams:
+        for stream in self.streams:
             stream.synchronize()
 
     @contextmanager
@@ -239,8 +239,8 @@ def simulated_device() -> Iterator[SimulatedDevice]:
 
     def cloned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         copied = clone(storage)
-        if simulated._holds(storage):
-            simulated._memory[copied._cdata] = copied
+        if simulated.holds_storage(storage):
+            simulated.memory[copied._cdata] = copied
         return copied
 
     def moved(target: int, source: int, nbytes: int) -> None:
@@ -252,7 +252,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     class OwnStream(Stream):
         def __init__(self, device: Any = None) -> None:
             super().__init__()
-            simulated._streams.append(self)
+            simulated.streams.append(self)
 
     def register(address: int, nbytes: int, flags: int) -> int:
         simulated.pinned.append(nbytes)
@@ -268,7 +268,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         "cudart": lambda: runtime,
         "check_error": lambda code: None,
     }
-    memory_work._threads.cache_clear()  # threads that started before do not know the rules
+    memory_work.threads_of.cache_clear()  # threads that started before do not know the rules
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Thread, "run", run_with_rules)
         patched.setattr(torch.UntypedStorage, "clone", cloned)
@@ -281,4 +281,4 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         finally:
             simulated.synchronize()
             simulated.active = False
-            memory_work._threads.cache_clear()
+            memory_work.threads_of.cache_clear()

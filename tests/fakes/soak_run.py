@@ -15,14 +15,19 @@ def record(event: str, **fields: Any) -> dict[str, Any]:
 
 
 class Run(SoakJob):
-    """Nothing is started."""
+    """A script is started instead of a run."""
 
     dead = False
+    script = "true"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, [], folder, seed=1)
-        self.run_dir.mkdir()
+        self.run_dir.mkdir(parents=True)
         self._old_events = None
+
+    @property
+    def command(self) -> list[str]:
+        return ["bash", "-c", f"cd '{self.folder}'; {self.script}"]
 
     def write(self, *records: dict[str, Any], end: str = "\n") -> None:
         with self._events.open("a") as file:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.weight_sync.answer import Part
@@ -42,27 +42,6 @@ class Sent(NamedTuple):
     seed: int | None
 
 
-class TimedEngine(Protocol):
-    """Writes one token of every live request a step."""
-
-    weights: int
-
-    @property
-    def sent(self) -> Sequence[Sent]: ...
-
-    @property
-    def frozen(self) -> bool:
-        """Whether it is paused in some way."""
-
-    def serve_versions(self) -> VersionedEngine[object, object]: ...
-
-    async def run(self) -> None: ...
-
-    async def ask(self, name: str, tokens: int, seed: int | None = None) -> Answer: ...
-
-    def loading(self, version: int, seconds: float) -> Callable[[], Awaitable[Loaded]]: ...
-
-
 @dataclass
 class Ask:
     """A request of `PlainEngine`."""
@@ -71,6 +50,7 @@ class Ask:
     max_tokens: int
     min_tokens: int = 2
     seed: int | None = None
+    form: dict[str, str] | None = None
 
 
 class Said(NamedTuple):
@@ -126,12 +106,17 @@ class PlainEngine:
         else:
             handle()
 
-    async def ask(self, name: str, tokens: int, seed: int | None = None) -> Answer:
-        said = [said async for said in self._versioned.generate(Ask(name, tokens, seed=seed))][-1]
+    async def ask(
+        self, name: str, tokens: int, seed: int | None = None, form: dict[str, str] | None = None
+    ) -> Answer:
+        said = [said async for said in self._versioned.generate(Ask(name, tokens, seed=seed, form=form))][-1]
         return Answer(said.tokens, [LOG_PROB] * len(said.tokens), said.reason)
 
     def name(self, request: Ask) -> str:
         return request.name
+
+    def has_form(self, request: Ask) -> bool:
+        return request.form is not None
 
     def prompt_tokens(self, request: Ask) -> int:
         return len(PROMPT)

@@ -12,7 +12,7 @@ from typing import Any
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import SchedulerCall, SchedulerReply
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import progress_by_name, serve_versions
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine
+from recipe.async_pipeline.weight_sync.versioned_engine import FORM, Loaded, VersionedEngine
 from tests.fakes.timed_engine import LOG_PROB, PROMPT, STEP_S, Answer, Sent
 
 
@@ -143,8 +143,11 @@ class TokenizerManager:
     def serve_versions(self) -> VersionedEngine[Any, Any]:
         return serve_versions(self, Dispatcher).versioned
 
-    async def ask(self, name: str, tokens: int, seed: int | None = None) -> Answer:
-        params = {"max_new_tokens": tokens, "min_tokens": 2, **({} if seed is None else {"seed": seed})}
+    async def ask(
+        self, name: str, tokens: int, seed: int | None = None, form: dict[str, str] | None = None
+    ) -> Answer:
+        params: dict[str, Any] = {"max_new_tokens": tokens, "min_tokens": 2}
+        params |= ({} if seed is None else {"seed": seed}) | ({} if form is None else {FORM: form})
         request = Request(name, list(PROMPT), params)
         # As verl does, which leaves the generator after its first output.
         output = await self.generate_request(request, None).__anext__()

@@ -87,14 +87,17 @@ class SimTrainer:
         failing: Callable[[int], bool] = lambda version: False,
         resume: SimCheckpoint | None = None,
         falls_at: float | None = None,
+        disk_is_full: Callable[[float], bool] = lambda now: False,
         **schedule: Any,
     ) -> None:
-        """`resume`: continues from there. `falls_at`: when the last replica is gone for good. `places`: role
+        """`resume`: continues from there. `falls_at`: when the last replica is gone for good. `disk_is_full`:
+        whether it refuses a checkpoint at that time. `places`: role
         -> pool, for those not on the training devices. `old`: as `Schedule.old_logp`. `schedule`: further
         settings of the schedule. `filtered(uid)`: is this group? `failing(version)`: is a replica
         fenced for it?
         """
         self.caution, self.failing, self.falls_at = caution, failing, falls_at
+        self.disk_is_full = disk_is_full
         self.changes: list[Change] = []
         self.facts: Mapping[str, Any] = {}
         self.resumed: FlowState | None = None
@@ -292,6 +295,8 @@ class SimTrainer:
         assert len(self.trained) + self.schedule.first_step - 1 == state.step, "a step freed the samples"
         all_read()
         await self._cost("publish_checkpoint", state.step)
+        if self.disk_is_full(asyncio.get_running_loop().time()):
+            return False
         self.checkpoints.append(made)
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -118,6 +118,11 @@ class ModelRank(RecordingAdapter):
         for parameter in self.model.parameters():
             parameter.data.normal_()
         self._table = served_layout(self.model)
+
+    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        """Have the weights in the memory of a device, which adopts them."""
+        self._device = device
+        adopt(self.tensors().values())
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return dict(served_tensors(self.model))

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +19,3 @@ def serve() -> Serve:
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
     return served
-
-
-@pytest.fixture
-def play() -> Callable[[Callable[[], Awaitable[None]]], None]:
-    """Return a function that runs a test with a time limit."""
-
-    def run(test: Callable[[], Awaitable[None]]) -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
-
-    return run

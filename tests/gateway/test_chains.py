@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import RequestRefused
-from recipe.async_pipeline.gateway.chains import ChainRow, Chains, Completion, OpenRequest
+from recipe.async_pipeline.gateway.chains import AnswerPlace, ChainRow, Chains, Completion, OpenRequest
 from recipe.async_pipeline.gateway.conversation import Message
 
 TURN_END, SEPARATOR, GENERATE = 900, 901, 902
@@ -90,7 +90,8 @@ class Agent:
             assert row.answers == len(row.spans)
         assert sorted(seen) == list(range(len(self.sent))), "each answer is trained, and once"
         if rows:
-            assert rows[-1].spans[-1][0] == len(self.sent) - 1, "the row of the last answer is the last"
+            last = [chain.spans[-1].version for chain in self.chains.all if chain.main]
+            assert not last or rows[-1].spans[-1].version == max(last), "the last main answer's row is last"
         return rows
 
 
@@ -191,6 +192,126 @@ def test_the_limit_of_chains_counts_requests_in_flight() -> None:
     with pytest.raises(RequestRefused):
         agent.begin([user("c")])
     assert len(agent.check()) == 2
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+A, B = said("answer 0"), said("answer 1")
+
+
+@pytest.mark.parametrize(
+    ("why", "requests"),
+    [
+        ("system_prompt", [[system("7 left"), user("a")], [system("6 left"), user("a"), A, user("b")]]),
+        ("reminder", [[user("a, hurry")], [user("a"), A, user("b, hurry")]]),
+        ("history", [[user("a")], [user("a"), A, user("b")], [user("summary of a"), B, user("c")]]),
+        ("history", [[user("a")], [user("a"), A, user("b")], [A, user("b"), B, user("c")]]),
+        ("branch", [[user("a")], [user("a")]]),
+        ("branch", [[user("a")], [user("a"), A, user("b")], [user("a"), A, user("c")]]),
+        ("others", [[user("a")], [user("write a title")]]),
+        ("others", [[system("play"), user("a")], [system("titles"), user("write a title")]]),
+    ],
+)
+def test_the_reason_for_another_row_is_known(why: str, requests: list[list[Message]]) -> None:
+    agent = Agent()
+    for messages in requests:
+        agent.ask(messages)
+    assert agent.chains.reasons == {why: 1} and len(agent.check()) == 2
+
+
+def test_tools_that_change_are_the_reason_for_another_row() -> None:
+    agent = Agent()
+    agent.end(agent.begin([user("a")], "one"))
+    agent.end(agent.begin([user("a"), A, user("b")], "two"))
+    assert agent.chains.reasons == {"tools": 1}
+    agent.end(agent.begin([user("a"), A, user("b"), B, user("c")], "two"))
+    assert agent.chains.reasons.total() == 1, "a request that appends has no reason"
+
+
+def test_the_first_conversation_and_what_continues_it_are_main() -> None:
+    agent = Agent()
+    history = agent.ask([system("play"), user("a")])
+    agent.ask([system("play, 6 left"), *history[1:], user("b")])
+    agent.ask([system("titles"), user("write a title")])
+    assert [chain.main for chain in agent.chains.all] == [True, True, False]
+    assert [row.spans[0].version for row in agent.check()] == [2, 0, 1], "the row of the title is not scored"
+    assert [row.spans[0].version for row in agent.chains.rows(MANY, auxiliary=False)] == [0, 1]
+
+
+def test_the_first_conversation_is_main_although_another_one_is_answered_before() -> None:
+    agent = Agent()
+    first = agent.begin([user("a")])
+    agent.ask([user("write a title")])
+    agent.end(first)
+    assert [chain.main for chain in agent.chains.all] == [False, True]
+
+
+def test_an_agent_can_say_which_conversation_is_main() -> None:
+    agent = Agent()
+    agent.end(agent.chains.open([user("plan")], main=False))
+    agent.end(agent.chains.open([user("a")], main=True))
+    agent.end(agent.chains.open([user("plan"), A, user("b")]))
+    assert [chain.main for chain in agent.chains.all] == [False, True], "the chain that grows stays as it is"
+    tokens = Chains(MANY)
+    for token, main in ((1, None), (2, False), (3, None)):
+        request = tokens.open_tokens([token], main=main)
+        request.commit([token], 0, Completion([7], None, spans_of([(token, 0)])), None)
+    assert [chain.main for chain in tokens.all] == [True, False, True]
+
+
+class Token(int):
+    """A token that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Token.compared += 1
+        return int(self) == other
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_a_request_of_tokens_is_read_a_fixed_number_of_times(
+    edits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns before it make no difference."""
+    monkeypatch.setattr(Token, "compared", 0)
+    chains, prompt, read = Chains(MANY), [1], 0
+    for turn in range(60):
+        request = chains.open_tokens([Token(token) for token in prompt])
+        request.commit(prompt, len(request.known), Completion([turn], None, spans_of([(0, 0)])), None)
+        read += len(prompt) * len(chains.all)
+        prompt = [*prompt, turn, *range(20)]
+        if edits and turn == 30:
+            prompt[300] = 1000
+    assert Token.compared <= 4 * read and len(chains.all) == 1 + edits
+
+
+def lost(agent: Agent, *numbers: int) -> list[AnswerPlace]:
+    """Return the places of the last answers of some chains."""
+    chains = [agent.chains.all[number] for number in numbers]
+    return [AnswerPlace(chain.request_id, chain.last_start) for chain in chains]
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_an_answer_that_is_lost_is_not_trained(trims: bool) -> None:
+    agent = Agent(trims=trims)
+    history = agent.ask([user("a")])
+    agent.ask([*history, user("b")])
+    agent.ask([user("a")])
+    first, second = agent.chains.rows(MANY)
+    (row,) = agent.chains.rows(MANY, lost(agent, 0, 1))
+    assert (row.answers, len(row.spans)) == (1, 1) and row.mask == [1] * (3 if trims else 4)
+    assert row.response_ids == first.response_ids[: len(row.mask)] and second.answers == 1
+    places = lost(agent, 1)
+    agent.ask([user("a"), said("answer 2"), user("c")])
+    assert len(agent.chains.rows(MANY, places)) == 2, "the agent has continued it, so it was received"
 
 
 def test_a_prompt_above_the_limit_continues_in_the_response() -> None:

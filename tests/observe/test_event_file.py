@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from recipe.async_pipeline import AsyncTrainingFlow, redaction
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
+from recipe.async_pipeline.observe import event_file
 from recipe.async_pipeline.observe.event_file import EventFile, read_events
 from recipe.async_pipeline.observe.summary import write_atomically
 from tests.fakes.trainer import SimTrainer
@@ -107,6 +110,97 @@ def test_sync_raises_the_error_of_a_full_disk() -> None:
         file.sync()
     file(record(2))
     file.close()
+
+
+class Disk:
+    """A disk that takes `room` more bytes, in place of the system's calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room = 1 << 30
+        self.loses = False
+        """Whether bytes that were taken turn out to be lost when they are to be on disk."""
+        write = os.write
+
+        def written(file: int, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = write(file, data[: self.room])
+            self.room -= taken
+            return taken
+
+        def synced(file: int) -> None:
+            if self.loses:
+                raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+        monkeypatch.setattr(os, "write", written)
+        monkeypatch.setattr(os, "fsync", synced)
+
+
+@pytest.mark.parametrize("room", [0, 1, 30, 77])
+def test_a_moment_of_a_full_disk_costs_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    disk, failures = Disk(monkeypatch), list[Exception]()
+    with EventFile(tmp_path / "ledger.jsonl", on_failure=failures.append) as write:
+        disk.room = room
+        for number in range(100):
+            write(record(number))
+        for _ in range(3):
+            with pytest.raises(OSError, match="is not complete: No space left") as caught:
+                write.sync()
+            assert caught.value.errno == errno.ENOSPC
+        write(record(100))
+        disk.room = 1 << 30
+        write.sync()
+        assert lines(tmp_path / "ledger.jsonl") == [record(number).as_dict() for number in range(101)]
+        write(record(101))
+    assert len(lines(tmp_path / "ledger.jsonl")) == 102 and failures == []
+
+
+def test_records_that_a_file_system_lost_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    with EventFile(tmp_path / "ledger.jsonl") as write:
+        write(record(1))
+        write.sync()
+        disk.loses = True
+        write(record(2))
+        with pytest.raises(OSError, match="is not complete: Disk quota exceeded"):
+            write.sync()
+        assert lines(tmp_path / "ledger.jsonl") == [record(1).as_dict()]
+        disk.loses = False
+        write(record(3))
+        write.sync()
+    assert lines(tmp_path / "ledger.jsonl") == [record(number).as_dict() for number in (1, 2, 3)]
+
+
+def test_a_disk_that_stays_full_is_given_up_once_too_much_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, failures = Disk(monkeypatch), list[Exception]()
+    monkeypatch.setattr(event_file, "KEPT_BYTES", 1000)
+    with EventFile(tmp_path / "ledger.jsonl", on_failure=failures.append) as write:
+        disk.room = 0
+        for number in range(100):
+            write(record(number))
+        for _ in range(2):
+            with pytest.raises(OSError, match="is not complete: No space left"):
+                write.sync()
+            write(record(100))
+        disk.room = 1 << 30
+        with pytest.raises(OSError, match="is not complete: No space left") as caught:
+            write.sync()
+        assert caught.value.errno == errno.EIO, "no checkpoint waits for it"
+    assert [getattr(error, "errno", None) for error in failures] == [errno.ENOSPC]
+
+
+def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, failures = Disk(monkeypatch), list[Exception]()
+    with EventFile(tmp_path / "events.jsonl", on_failure=failures.append) as write:
+        disk.room = 0
+        write(record(1))
+    assert [getattr(error, "errno", None) for error in failures] == [errno.ENOSPC]
 
 
 def test_an_incomplete_last_line_is_skipped_and_another_one_raises(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.errors import ConservationError, StalenessViolation
 from recipe.async_pipeline.observe.accounting import AccountingError
-from recipe.async_pipeline.observe.observers import ACCOUNT, LOST, Observers
+from recipe.async_pipeline.observe.observers import ACCOUNT, LOST, RETRY_S, Observers
 from tests.fakes.trainer import SimTrainer
 
 
@@ -106,3 +106,30 @@ def test_observers_fail_independently() -> None:
     observers.guard("a", fail, lost="")()
     assert list(observers.off) == ["a"]
     assert observers.value("b", lambda: 7, lost="") == 7
+
+
+def test_what_may_miss_a_call_is_called_again_after_a_pause() -> None:
+    now, said, fails = [0.0], list[str](), [True]
+    observers = Observers(said.append, now=lambda: now[0])
+
+    def write(number: int) -> int:
+        if fails[0]:
+            raise OSError(28, "No space left on device")
+        return number
+
+    def value() -> int | None:
+        return observers.value("the files", write, 7, lost="without them", attempts=3)
+
+    assert value() is None and value() is None
+    assert said == [
+        "the files failed: OSError: [Errno 28] No space left on device; it is tried again, and switched off "
+        "after 3 failures in a row"
+    ]
+    fails[0], now[0] = False, RETRY_S
+    assert value() == 7
+    fails[0] = True
+    for pause in (0, 5, 10):
+        now[0] += pause
+        assert observers.is_on("the files")
+        assert value() is None
+    assert list(observers.off) == ["the files"]

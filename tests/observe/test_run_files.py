@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipe.async_pipeline.observe.run_files import rows_until, run_of, set_aside
+from recipe.async_pipeline.observe.run_files import rows_until, run_of, set_aside, set_aside_run
 
 
 def test_set_aside_uses_the_next_free_number(tmp_path: Path) -> None:
@@ -19,6 +19,21 @@ def test_set_aside_uses_the_next_free_number(tmp_path: Path) -> None:
         "events.1.jsonl": "a",
         "events.2.jsonl": "b",
     }
+
+
+def test_the_records_of_a_run_are_kept_together(tmp_path: Path) -> None:
+    assert set_aside_run(tmp_path) is None
+    (tmp_path / "pictures").mkdir()
+    for name in ("events.jsonl", "events.1.jsonl", "ledger.jsonl", "summary.json", "pictures/1.png"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "run.1.log").touch()
+    kept = set_aside_run(tmp_path)
+    assert kept == tmp_path / "earlier.1"
+    assert (kept / "events.1.jsonl").read_text() == "events.1.jsonl" and (kept / "pictures/1.png").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "earlier.1", "run.1.log"]
+    (tmp_path / "ledger.jsonl").touch()
+    assert set_aside_run(tmp_path) == tmp_path / "earlier.2"
 
 
 def test_rows_until_keeps_metrics_up_to_the_checkpoint(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.items import Publication
-from recipe.async_pipeline.observe.summary import RunRecorder, one_line, write_atomically
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.observe.summary import RunRecorder, causes, one_line, write_atomically
+from recipe.async_pipeline.observe.table import MARK
 
 
 def publication(version: int, load_s: float) -> Publication:
@@ -46,6 +48,7 @@ def result(*publications: Publication, steps: int = 0) -> FlowResult:
         served_version=steps,
         weight_updates=len(publications),
         tensors_proved=sum(one.tensors_proved for one in publications),
+        updates_skipped=2,
         publications=publications,
     )
 
@@ -87,6 +90,7 @@ def test_all_figures_of_a_completed_run() -> None:
         "groups_failed": 4,
         "groups_in_flight": 0,
         "groups_regenerated": 3,
+        "updates_skipped": 2,
         "reward_first": 0.5,
         "reward_last": 0.5,
         "lag_max": 1,
@@ -190,6 +194,18 @@ def test_a_remote_error_without_a_cause_shows_its_last_line() -> None:
 )
 def test_other_errors_show_their_first_line(error: BaseException, shown: str) -> None:
     assert one_line(error) == shown
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(ConfigError("run_dir must be shared"), "run_dir must be shared"), (OSError("disk"), "OSError: disk")],
+)
+def test_the_cause_of_an_end_is_printed_above_its_traceback(
+    capsys: pytest.CaptureFixture[str], error: Exception, shown: str
+) -> None:
+    with pytest.raises(type(error)), causes():
+        raise error
+    assert capsys.readouterr().out == f"{MARK} cause: {shown}\n"
 
 
 def test_the_line_of_an_error_is_truncated() -> None:

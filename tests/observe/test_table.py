@@ -147,6 +147,15 @@ def test_closing_lines_of_a_run_that_failed_before_step_one() -> None:
     assert lines[-1] == f"{MARK} cause: E: boom"
 
 
+def test_closing_names_steps_that_did_not_train_and_checkpoints_that_are_missing() -> None:
+    found = {"updates_skipped": 3, "checkpoints_failed": 2, "checkpoint_last": 40}
+    text = "\n".join(closing({**SUMMARY, **found}))
+    assert "3 of the steps did not train" in text
+    assert "2 checkpoints could not be written; the last complete one is of step 40" in text
+    none = "\n".join(closing({**SUMMARY, **dict.fromkeys(found, 0)}))
+    assert "did not train" not in none and "checkpoint" not in none
+
+
 def test_closing_names_what_was_switched_off_and_omits_its_figures() -> None:
     off = {"the overlap meter": "ValueError: x"}
     text = "\n".join(closing({**SUMMARY, "overlap_s": None, "observers_off": off}))

@@ -44,7 +44,8 @@ def test_a_blocked_loop_is_reported_once_with_its_stack_and_its_recovery_too(tmp
             dog.look()
         await asyncio.sleep(0)
         dog.look()
-        dog._file.close()
+        with dog:  # its thread ends at once, and closes the file
+            pass
 
     asyncio.run(main())
     assert reported == [
@@ -57,19 +58,16 @@ def test_a_blocked_loop_is_reported_once_with_its_stack_and_its_recovery_too(tmp
     assert "dog.look()" in written
 
 
-def test_the_thread_detects_a_blocking_call(tmp_path: Path) -> None:
+async def test_the_thread_detects_a_blocking_call(tmp_path: Path) -> None:
     reported = threading.Event()
 
-    async def main() -> None:
-        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=0.02, say=lambda line: reported.set()):
-            await asyncio.sleep(0)
-            assert reported.wait(10), "this call blocks the loop until the watchdog has reported it"
-
-    asyncio.run(main())
+    with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=0.02, say=lambda line: reported.set()):
+        await asyncio.sleep(0)
+        assert reported.wait(10), "this call blocks the loop until the watchdog has reported it"
     assert "reported.wait(10)" in (tmp_path / "diagnosis.txt").read_text()
 
 
-def test_a_call_that_holds_the_gil_is_detected_too(tmp_path: Path) -> None:
+async def test_a_call_that_holds_the_gil_is_detected_too(tmp_path: Path) -> None:
     """No Python code runs meanwhile; faulthandler's C thread writes the stacks.
 
     The file is a pipe, and the call that holds the GIL polls it in C, so the call ends as soon as stacks are
@@ -85,64 +83,46 @@ def test_a_call_that_holds_the_gil_is_detected_too(tmp_path: Path) -> None:
             armed.set()
             super().look()
 
-    async def main() -> None:
-        with Armed(path, stalled_after_s=0.02, say=lambda line: None):
-            assert await asyncio.to_thread(armed.wait, DEADLINE_S)
-            assert (
-                ctypes.PyDLL(None).poll(struct.pack("iHH", reader, select.POLLIN, 0), 1, DEADLINE_S * 1000)
-                == 1
-            )
-
-    asyncio.run(main())
+    with Armed(path, stalled_after_s=0.02, say=lambda line: None):
+        assert await asyncio.to_thread(armed.wait, DEADLINE_S)
+        assert (
+            ctypes.PyDLL(None).poll(struct.pack("iHH", reader, select.POLLIN, 0), 1, DEADLINE_S * 1000) == 1
+        )
     written = os.read(reader, 1 << 16).decode()
     os.close(reader)
     assert "Timeout (0:00:00.04" in written
     assert "test_watchdog.py" in written
 
 
-def test_a_diagnosis_is_written_and_its_cause_reported(tmp_path: Path) -> None:
+async def test_a_diagnosis_is_written_and_its_cause_reported(tmp_path: Path) -> None:
     reported: list[str] = []
 
-    async def main() -> None:
-        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=reported.append) as dog:
-            dog.tell(Diagnosis("deadlock: a waits for b", "the wait graph: ..."))
-
-    asyncio.run(main())
+    with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=reported.append) as dog:
+        dog.tell(Diagnosis("deadlock: a waits for b", "the wait graph: ..."))
     assert reported == ["timeout: deadlock: a waits for b; see diagnosis.txt"]
     assert "the wait graph: ..." in (tmp_path / "diagnosis.txt").read_text()
 
 
-def test_without_a_diagnosis_there_is_no_file(tmp_path: Path) -> None:
-    async def main() -> None:
-        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=lambda line: None):
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
-    assert list(tmp_path.iterdir()) == []
+async def test_without_a_diagnosis_there_is_no_file(tmp_path: Path) -> None:
+    with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=lambda line: None):
+        await asyncio.sleep(0)
+    assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_loses_only_the_file(tmp_path: Path) -> None:
+async def test_a_full_disk_loses_only_the_file(tmp_path: Path) -> None:
     reported: list[str] = []
-    full = Path("/dev/full").open("a", encoding="utf-8")
+    (tmp_path / "diagnosis.txt").symlink_to("/dev/full")
 
-    async def main() -> None:
-        dog = Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=reported.append)
-        dog._file.close()
-        dog._file = full
-        with dog:
-            dog.tell(Diagnosis("c", "t" * 100_000))
-
-    asyncio.run(main())
+    with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=reported.append) as dog:
+        dog.tell(Diagnosis("c", "t" * 100_000))
     assert reported == ["timeout: c; diagnosis.txt cannot be written: [Errno 28] No space left on device"]
 
 
-def test_a_closed_loop_ends_the_thread(tmp_path: Path) -> None:
-    async def main() -> Watchdog:
-        return Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=lambda line: None)
-
-    dog = asyncio.run(main())
+async def test_a_closed_loop_ends_the_thread(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=lambda line: None)
     dog.look()
-    dog._run()
+    with dog:
+        pass
     assert not (tmp_path / "diagnosis.txt").exists()
 
 

@@ -16,14 +16,16 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
+import runpy
 import sys
 import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,20 @@ def main_ppo_hands_its_config_over() -> None:
     with hooks_replaced(prepare=seen.append):
         run_main(config)
     assert seen == [config], f"prepare was called with {seen}"
+
+
+def main_ppo_hands_its_command_line_over() -> None:
+    seen: list[list[str]] = []
+
+    def rewrite(argv: list[str]) -> None:
+        seen.append(argv[1:])
+        raise Reached
+
+    argv = ["main_ppo.py", "--help", "data.seed=1"]
+    with hooks_replaced(rewrite_command_line=rewrite), mock.patch.object(sys, "argv", argv):
+        with suppress(Reached, SystemExit), mock.patch.object(sys, "stdout", io.StringIO()):
+            runpy.run_path(str(TREE / "verl" / "trainer" / "main_ppo.py"), run_name="__main__")
+    assert seen == [argv[1:]], f"rewrite_command_line was called with {seen}"
 
 
 def main_ppo_names_a_broken_installation_if_the_switch_is_set() -> None:
@@ -462,6 +478,7 @@ def weights_arrive_whole() -> None:
 
 
 PROBES = (
+    main_ppo_hands_its_command_line_over,
     main_ppo_hands_its_config_over,
     main_ppo_names_a_broken_installation_if_the_switch_is_set,
     main_ppo_runs_without_the_package,

@@ -86,6 +86,12 @@ def test_main_ppo_hands_its_config_to_the_pipeline(results: dict[str, Results]) 
     assert_fixed(results, "main_ppo_registers_the_trainers", "before the strategies were registered")
 
 
+def test_main_ppo_hands_its_command_line_over(results: dict[str, Results]) -> None:
+    assert_fixed(
+        results, "main_ppo_hands_its_command_line_over", r"rewrite_command_line was called with \[\]"
+    )
+
+
 def test_main_ppo_lets_the_hooks_wait_for_the_run(results: dict[str, Results]) -> None:
     assert_fixed(results, "main_ppo_lets_the_hooks_wait_for_the_run", r"it did \['run', 'wait'\]")
 

@@ -14,6 +14,8 @@ from recipe.async_pipeline.errors import WaitTimeout
 from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole
 
+pytestmark = pytest.mark.virtual_time
+
 
 def test_two_arenas_make_two_lanes(alone: MakeRole) -> None:
     machine = alone("param_update", SimTrainer())
@@ -21,17 +23,14 @@ def test_two_arenas_make_two_lanes(alone: MakeRole) -> None:
 
 
 @pytest.mark.parametrize("first_step", [1, 5])
-def test_the_first_item_is_the_starting_weights(alone: MakeRole, first_step: int) -> None:
+async def test_the_first_item_is_the_starting_weights(alone: MakeRole, first_step: int) -> None:
     trainer = SimTrainer(first_step=first_step)
     machine = alone("param_update", trainer)
 
-    async def main() -> None:
-        await machine.inputs[0].send(StepBatch(step=first_step, groups=()))
-        machine.inputs[0].close()
-        machine.pipeline.versions.advance_trained(first_step)
-        await machine.run()
-
-    run_virtual(main())
+    await machine.inputs[0].send(StepBatch(step=first_step, groups=()))
+    machine.inputs[0].close()
+    machine.pipeline.versions.advance_trained(first_step)
+    await machine.run()
     start = first_step - 1
     one_after_the_other = [
         f"{what}:{v}" for v in (start, first_step) for what in ("gather", "publish", "validate")
@@ -42,56 +41,47 @@ def test_the_first_item_is_the_starting_weights(alone: MakeRole, first_step: int
     assert [p.version for p in machine.pipeline.publications] == [start, first_step]
 
 
-def test_only_the_first_lane_brings_the_starting_weights(alone: MakeRole) -> None:
+async def test_only_the_first_lane_brings_the_starting_weights(alone: MakeRole) -> None:
     trainer = SimTrainer()
     machine = alone("param_update", trainer, lane=1)
 
-    async def main() -> None:
-        machine.inputs[0].close()
-        await machine.run()
-
-    run_virtual(main())
+    machine.inputs[0].close()
+    await machine.run()
     assert trainer.calls == []
 
 
-def test_a_version_is_gathered_at_once_but_published_after_the_one_before(alone: MakeRole) -> None:
+async def test_a_version_is_gathered_at_once_but_published_after_the_one_before(alone: MakeRole) -> None:
     trainer = SimTrainer(costs={"gather": 1.0})
     machine = alone("param_update", trainer, lane=1)
     versions = machine.pipeline.versions
 
-    async def main() -> None:
-        versions.advance_trained(1)
-        await machine.inputs[0].send(StepBatch(step=1, groups=()))
-        machine.inputs[0].close()
-        task = asyncio.create_task(machine.run())
-        await asyncio.sleep(0.5)
-        assert machine.pool is not None
-        assert list(machine.pool.holders) == ["param_update[1]"]
-        await asyncio.sleep(10)
-        assert trainer.calls == ["gather:1"]
-        assert list(machine.pool.holders) == [], "training continues while the version waits for its turn"
-        assert versions.gathered == 1, "which is what training waits for"
-        versions.advance_served(0)
-        await task
-
-    run_virtual(main())
+    versions.advance_trained(1)
+    await machine.inputs[0].send(StepBatch(step=1, groups=()))
+    machine.inputs[0].close()
+    task = asyncio.create_task(machine.run())
+    await asyncio.sleep(0.5)
+    assert machine.pool is not None
+    assert list(machine.pool.holders) == ["param_update[1]"]
+    await asyncio.sleep(10)
+    assert trainer.calls == ["gather:1"]
+    assert list(machine.pool.holders) == [], "training continues while the version waits for its turn"
+    assert versions.gathered == 1, "which is what training waits for"
+    versions.advance_served(0)
+    await task
     assert trainer.calls == ["gather:1", "publish:1", "validate:1"]
 
 
-def test_served_is_logged_after_the_publication_and_before_the_validation(alone: MakeRole) -> None:
+async def test_served_is_logged_after_the_publication_and_before_the_validation(alone: MakeRole) -> None:
     trainer = SimTrainer(costs={"validate": 5.0})
     machine = alone("param_update", trainer)
 
-    async def main() -> None:
-        machine.inputs[0].close()
-        task = asyncio.create_task(machine.run())
-        await machine.pipeline.versions.wait_for("served", 0)
-        assert trainer.served == 0
-        await asyncio.sleep(1)
-        assert trainer.calls[-1] == "validate:0"
-        await task
-
-    run_virtual(main())
+    machine.inputs[0].close()
+    task = asyncio.create_task(machine.run())
+    await machine.pipeline.versions.wait_for("served", 0)
+    assert trainer.served == 0
+    await asyncio.sleep(1)
+    assert trainer.calls[-1] == "validate:0"
+    await task
     notes = {
         r.event: dict(r.fields) for r in machine.pipeline.log.records if r.event in ("GATHERED", "SERVED")
     }
@@ -125,13 +115,10 @@ def test_a_failed_publication_is_not_served(alone: MakeRole) -> None:
     assert machine.pipeline.versions.served == -1
 
 
-def test_says_which_version_is_missing(alone: MakeRole) -> None:
+async def test_says_which_version_is_missing(alone: MakeRole) -> None:
     machine = alone("param_update", SimTrainer(), lane=1)
     machine.pipeline.versions.advance_trained(3)
 
-    async def main() -> None:
+    with pytest.raises(WaitTimeout, match="waited 1000 s for version 2 to be served"):
         await machine.inputs[0].send(StepBatch(step=3, groups=()))
         await machine.run()
-
-    with pytest.raises(WaitTimeout, match="waited 1000 s for version 2 to be served"):
-        run_virtual(main())

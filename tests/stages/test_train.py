@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,12 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.core.state_machine import StageState
-from recipe.async_pipeline.errors import ConservationError, StalenessViolation
+from recipe.async_pipeline.errors import CheckpointError, ConservationError, StalenessViolation
 from tests.fakes.lives import Life
-from tests.fakes.trainer import SimTrainer
+from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
 from tests.stages.conftest import MakeRole
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Books(SimTrainer):
@@ -50,40 +54,34 @@ async def train(machine: RoleStateMachine, item: StepBatch) -> None:
     await machine.run()
 
 
-def test_waits_for_the_gather_of_the_step_before(alone: MakeRole) -> None:
+async def test_waits_for_the_gather_of_the_step_before(alone: MakeRole) -> None:
     trainer = SimTrainer(max_lag=3, first_step=2)
     machine = alone("train", trainer)
 
-    async def main() -> None:
-        task = asyncio.create_task(train(machine, batch(2, (0, 0))))
-        await asyncio.sleep(10)
-        assert trainer.calls == [], "an update now would change weights that are still to be copied"
-        assert machine.pool is not None and machine.pool.holders == ()
-        ready(machine, 1)
-        await task
-
-    run_virtual(main())
+    task = asyncio.create_task(train(machine, batch(2, (0, 0))))
+    await asyncio.sleep(10)
+    assert trainer.calls == [], "an update now would change weights that are still to be copied"
+    assert machine.pool is not None and machine.pool.holders == ()
+    ready(machine, 1)
+    await task
     assert trainer.calls == ["update:2", "finish:2"]
     assert machine.pipeline.versions.trained == 2
 
 
-def test_emits_and_frees_the_devices_before_the_bookkeeping(alone: MakeRole) -> None:
+async def test_emits_and_frees_the_devices_before_the_bookkeeping(alone: MakeRole) -> None:
     trainer = SimTrainer(costs={"update": 1.0, "finish": 50.0})
     machine = alone("train", trainer)
     ready(machine, 0)
 
-    async def main() -> None:
-        task = asyncio.create_task(train(machine, batch(1, (0, 0))))
-        await machine.outputs[0].receive()
-        assert asyncio.get_running_loop().time() == 1.0
-        assert machine.pool is not None and machine.pool.holders == ()
-        await asyncio.sleep(0.5)
-        assert trainer.calls[-1] == "finish:1"
-        assert machine.state is StageState.WAITING_OUTPUT, "it does not compute any more"
-        await task
-        assert asyncio.get_running_loop().time() == 51.0
-
-    run_virtual(main())
+    task = asyncio.create_task(train(machine, batch(1, (0, 0))))
+    await machine.outputs[0].receive()
+    assert asyncio.get_running_loop().time() == 1.0
+    assert machine.pool is not None and machine.pool.holders == ()
+    await asyncio.sleep(0.5)
+    assert trainer.calls[-1] == "finish:1"
+    assert machine.state is StageState.WAITING_OUTPUT, "it does not compute any more"
+    await task
+    assert asyncio.get_running_loop().time() == 51.0
 
 
 def test_facts_of_a_step(alone: MakeRole) -> None:
@@ -107,6 +105,7 @@ def test_facts_of_a_step(alone: MakeRole) -> None:
         "samples/expired": 0.0,
         "samples/failed": 0.0,
         "samples/regenerated": 0.0,
+        "train/skipped_updates": 0.0,
     }
     fates, ledger = machine.pipeline.fates, machine.pipeline.ledger
     assert (fates.step, ledger.lag_max, ledger.trajectories_trained, fates.count("trained")) == (3, 2, 4, 1)
@@ -182,16 +181,64 @@ def test_a_checkpoint_that_takes_longer_than_any_wait_ends_no_run() -> None:
 
 
 @pytest.mark.parametrize("moment", ["save", "save_samples", "publish_checkpoint"])
-def test_a_checkpoint_that_fails_ends_the_run_at_once_with_its_error(moment: str) -> None:
+async def test_a_checkpoint_that_fails_ends_the_run_at_once_with_its_error(moment: str) -> None:
     trainer = saving(update=500.0)
     trainer.fail, trainer.wait_timeout_s = {moment: OSError("disk failed")}, None
     flow = AsyncTrainingFlow(trainer)
 
-    async def main() -> None:
-        with pytest.raises(OSError, match="disk failed"):
-            await flow.run()
-        assert flow.clock.now() < 1500, "the third step had not ended"
-
-    run_virtual(main())
+    with pytest.raises(OSError, match="disk failed"):
+        await flow.run()
+    assert flow.clock.now() < 1500, "the third step had not ended"
     assert [role for role, _ in flow.failures] == ["train"]
     assert [one.flow.step for one in trainer.checkpoints] == [1]
+
+
+@pytest.mark.parametrize("roles", [ALL_ROLES, WITH_CRITIC])
+def test_a_moment_of_a_full_disk_costs_one_checkpoint(roles: tuple[str, ...]) -> None:
+    trainer = SimTrainer(
+        max_lag=3,
+        save_every=10,
+        steps=40,
+        roles=roles,
+        disk_is_full=lambda now: now < 150.0,
+        costs={"update": 10.0},
+    )
+    flow = Life(trainer).flow
+    saved = [one.flow.step for one in trainer.checkpoints]
+    assert saved[-1] == 40 and saved[0] % 10, "not at its next time"
+    assert (flow.checkpoints.last, flow.checkpoints.failures_in_a_row) == (40, 0)
+    assert flow.checkpoints.failures > 0
+    ages = {
+        int(record.fields["version"]): record.fields["checkpoint/age_steps"]
+        for record in flow.log.records
+        if record.event == "TRAINED"
+    }
+    assert ages[10] == 10 and ages[saved[0]] == saved[0] and ages[39] < 10
+
+
+def test_a_disk_that_stays_full_ends_the_run() -> None:
+    trainer = SimTrainer(save_every=2, steps=100, save_attempts=3, disk_is_full=lambda now: True)
+    with pytest.raises(CheckpointError, match="last 3 checkpoints could not be written, because the disk is"):
+        Life(trainer)
+
+
+class Diverged(SimTrainer):
+    """The gradients of its second and third step are not finite."""
+
+    async def update(self, batch: StepBatch) -> StepBatch:
+        done = await super().update(batch)
+        norm = {2: math.nan, 3: math.inf}.get(batch.step, 1.5)
+        return done.with_results(metrics={"actor/grad_norm": norm})
+
+
+def test_a_step_whose_update_was_skipped_is_counted_and_in_the_ledger() -> None:
+    records: list[dict[str, Any]] = []
+    flow = AsyncTrainingFlow(Diverged(steps=4))
+    flow.ledger.subscribe(lambda record: records.append(record.as_dict()))
+    run_virtual(flow.run())
+    skipped = {record["step"]: record.get("skipped") for record in records if record["kind"] == "trained"}
+    assert skipped == {1: None, 2: "actor/grad_norm is nan", 3: "actor/grad_norm is inf", 4: None}
+    trained = [one.fields["train/skipped_updates"] for one in flow.log.records if one.event == "TRAINED"]
+    assert trained == [0.0, 1.0, 2.0, 2.0]
+    assert flow.result().updates_skipped == 2
+    assert flow.state(4).ledger.skipped == 2

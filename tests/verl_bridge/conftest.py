@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recipe.async_pipeline.lab.tasks.data import write_rows
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.patching.verl_source import find_verl_root
 from tests import REPOSITORY
@@ -30,9 +33,22 @@ def base() -> DictConfig:
         return compose(config_name="smoke_cpu", overrides=[search])
 
 
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data for large batches, and with a model that has a tokenizer and no weights."""
+    folder = tmp_path_factory.mktemp("made") / "task"
+    make_tokenizer().save_pretrained(folder / "model")
+    for name in ("config.json", "model_index.json"):
+        (folder / "model" / name).write_text("{}")
+    for name, rows in (("train", 4096), ("val", 1)):
+        write_rows([{"prompt": [{"role": "user", "content": "1+1="}]}] * rows, folder / f"{name}.parquet")
+    return folder
+
+
 @pytest.fixture
-def smoke(base: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
-    """Return a factory of changed copies of the shipped smoke config; the test runs in an empty folder."""
+def smoke(base: DictConfig, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
+    """Return a factory of changed copies of the shipped smoke config, whose task is in the test's folder."""
+    shutil.copytree(task, tmp_path / "task")
     monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path / "task"))
     monkeypatch.chdir(tmp_path)
 
@@ -54,7 +70,7 @@ def launch(load: Load) -> ModuleType:
 
 
 def refused(launch: ModuleType, config: DictConfig, capsys: pytest.CaptureFixture[str]) -> str:
-    """Require that `prepare` ends the process, and return its one line on standard error."""
+    """Require that `prepare` ends the process; return its line on standard error, or the numbered lines."""
     # As it is written: to resolve every interpolation of two configs takes longer than all checks.
     before = OmegaConf.to_container(config, resolve=False)
     with pytest.raises(SystemExit) as ended:
@@ -62,5 +78,6 @@ def refused(launch: ModuleType, config: DictConfig, capsys: pytest.CaptureFixtur
     assert ended.value.code == 2
     assert OmegaConf.to_container(config, resolve=False) == before, "a refused config is unchanged"
     error = capsys.readouterr().err
-    assert error.startswith(f"{MARK} ") and error.count("\n") == 1
+    first, *more = error.splitlines()
+    assert first.startswith(f"{MARK} ") and (not more or first == f"{MARK} {len(more)} problems:")
     return error

@@ -22,7 +22,7 @@ def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "late_part.py").write_text("value = 1\n")
     (tmp_path / "late_user.py").write_text("from late_part import value\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(module, "_FINDER", module._Finder())
+    monkeypatch.setattr(module, "_FINDER", module.LateActions())
     before = list(sys.meta_path)
     yield tmp_path
     sys.meta_path[:] = before

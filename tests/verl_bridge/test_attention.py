@@ -11,7 +11,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke
 
 pytestmark = pytest.mark.real_engine
@@ -20,11 +19,6 @@ ATTENTION = "override_config.attn_implementation"
 ACTOR, CRITIC = (f"{model}.{ATTENTION}" for model in ("actor_rollout_ref.model", "critic.model"))
 ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 UNSET = {"trainer.device": "cuda", ACTOR: None, CRITIC: None}
-
-
-@pytest.fixture(scope="module")
-def attention(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.attention")
 
 
 def chosen(config: DictConfig) -> tuple[Any, Any]:
@@ -39,9 +33,9 @@ def test_a_run_gets_sdpa_with_one_line(launch: ModuleType, smoke: Smoke) -> None
     assert chosen(config) == ("sdpa", None), "this run has no critic"
 
 
-def test_a_critic_gets_it_too(attention: ModuleType, smoke: Smoke) -> None:
+def test_a_critic_gets_it_too(module: ModuleType, smoke: Smoke) -> None:
     config = smoke(UNSET | {"algorithm.adv_estimator": "gae"})
-    assert attention.set_attention(config, {}) is not None
+    assert module.set_attention(config, {}) is not None
     assert chosen(config) == ("sdpa", "sdpa")
 
 
@@ -58,19 +52,19 @@ def test_a_critic_gets_it_too(attention: ModuleType, smoke: Smoke) -> None:
     ids=["chosen", "cpu", "megatron", "ulysses", "fsdp-ulysses", "pictures"],
 )
 def test_other_runs_are_left_alone(
-    attention: ModuleType, smoke: Smoke, changes: dict[str, Any], described: dict[str, Any]
+    module: ModuleType, smoke: Smoke, changes: dict[str, Any], described: dict[str, Any]
 ) -> None:
     config = smoke(UNSET | changes)
-    assert attention.set_attention(config, described) is None
+    assert module.set_attention(config, described) is None
     assert chosen(config) == (changes.get(ACTOR), None)
 
 
 def test_flash_attention_is_used_where_it_is_installed(
-    attention: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
     config = smoke(UNSET)
-    assert attention.set_attention(config, {}) is None
+    assert module.set_attention(config, {}) is None
     assert chosen(config) == (None, None)
 
 

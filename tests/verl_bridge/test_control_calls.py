@@ -135,14 +135,11 @@ def test_calls_of_one_group_hold_up_no_other_group(cluster: None) -> None:
         ray.kill(server)
 
 
-def test_in_its_own_process_a_control_call_is_a_plain_call() -> None:
-    async def story() -> None:
-        server = Server()
-        assert await server.load_version(1) == 1
-        await server.launch_server()
-        assert await server.check() == (0, True)
-
-    asyncio.run(story())
+async def test_in_its_own_process_a_control_call_is_a_plain_call() -> None:
+    server = Server()
+    assert await server.load_version(1) == 1
+    await server.launch_server()
+    assert await server.check() == (0, True)
 
 
 def test_errors_come_back(cluster: None) -> None:

@@ -15,11 +15,6 @@ from tests.conftest import Load
 pytestmark = pytest.mark.real_engine
 
 
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.cpu_platform")
-
-
 @pytest.fixture
 def platform(module: ModuleType) -> Any:
     return module.PlatformCPU()

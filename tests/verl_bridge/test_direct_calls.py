@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 
+from recipe.async_pipeline.agents.commands import run_command
+from recipe.async_pipeline.agents.sandbox import Sandbox, reason_without
 from recipe.async_pipeline.verl_bridge import direct_calls
 from recipe.async_pipeline.verl_bridge.direct_calls import (
     Address,
@@ -70,16 +74,46 @@ class Handle:
         return SimpleNamespace(remote=remote)
 
 
-def with_actor(story: Callable[[Actor, Handle, DirectCaller], Awaitable[None]]) -> None:
+class Sockets:
+    """What the event loop of a story has opened."""
+
+    def __init__(self, loop: Any) -> None:
+        self.connections: list[Any] = []
+        """The callers' ends, in their order."""
+        self.servers: list[Any] = []
+        connect, serve = loop.create_unix_connection, loop.create_unix_server
+
+        async def connected(*args: Any, **kwargs: Any) -> Any:
+            made = await connect(*args, **kwargs)
+            self.connections.append(made[0])
+            return made
+
+        async def serving(*args: Any, **kwargs: Any) -> Any:
+            self.servers.append(await serve(*args, **kwargs))
+            return self.servers[-1]
+
+        loop.create_unix_connection, loop.create_unix_server = connected, serving
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.abort()
+        for server in self.servers:
+            server.close()
+
+
+Story = Callable[[Actor, Handle, DirectCaller], Awaitable[None]]
+
+
+def with_actor(story: Story) -> None:
+    with_sockets(lambda actor, handle, caller, sockets: story(actor, handle, caller))
+
+
+def with_sockets(story: Callable[[Actor, Handle, DirectCaller, Sockets], Awaitable[None]]) -> None:
     async def run() -> None:
         actor = Actor()
-        handle = Handle(actor)
-        caller = DirectCaller(handle)
-        await story(actor, handle, caller)
-        if caller._connection is not None and caller._connection.transport is not None:
-            caller._connection.transport.abort()
-        if actor.served._serving is not None:
-            actor.served._server.close()
+        handle, sockets = Handle(actor), Sockets(asyncio.get_running_loop())
+        await story(actor, handle, DirectCaller(handle), sockets)
+        sockets.close()
         # The other end closes as soon as the event loop has read the end of the stream.
         for _ in range(50):
             await asyncio.sleep(0)
@@ -161,9 +195,8 @@ def test_without_a_connection_calls_go_through_ray(why: str) -> None:
                 raise AttributeError(why)
             if why == "dead":
                 raise ActorDiedError
-            return Address(
-                "elsewhere" if why == "other host" else direct_calls._host(), "\0nothing", ("echo",)
-            )
+            here = await actor.served.address()
+            return Address("elsewhere" if why == "other host" else here.host, "\0nothing", ("echo",))
 
         handle = Handle(actor, address)
         caller = DirectCaller(handle)
@@ -176,18 +209,17 @@ def test_without_a_connection_calls_go_through_ray(why: str) -> None:
 
 
 def test_after_a_lost_connection_the_next_calls_go_through_ray() -> None:
-    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller, sockets: Sockets) -> None:
         call = asyncio.create_task(caller.call("hang"))
         await actor.started.wait()
-        assert caller._connection is not None
-        caller._connection.transport.abort()
+        sockets.connections[0].abort()
         with pytest.raises(ConnectionLost):
             await call
         await actor.cancelled.wait()
         assert await caller.call("echo") == ((), {})
         assert handle.through_ray == ["echo"]
 
-    with_actor(story)
+    with_sockets(story)
 
 
 def test_a_method_that_is_cancelled_by_its_actor_is_cancelled_for_ray_too() -> None:
@@ -211,17 +243,38 @@ def test_a_caller_that_stops_waiting_ignores_the_reply() -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         assert await caller.call("echo", 2) == ((2,), {})
-        assert caller._connection is not None
-        assert not caller._connection._waiting
+        assert not handle.through_ray, "the connection stays usable"
 
     with_actor(story)
 
 
 def test_a_peer_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
-        monkeypatch.setattr(direct_calls, "_uid_of_peer", lambda transport: os.getuid() + 1)
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
         assert await caller.call("echo") == ((), {})
         assert handle.through_ray == ["echo"]
+
+    with_actor(story)
+
+
+ATTACK = (
+    "import pickle, socket, struct, sys; message = pickle.dumps((1, 'echo', (), {})); "
+    "peer = socket.socket(socket.AF_UNIX); peer.connect('\\0' + sys.argv[1]); "
+    "peer.sendall(struct.pack('!Q', len(message)) + message); peer.recv(1); print('answered')"
+)
+
+
+@pytest.mark.skipif(bool(reason_without()), reason=f"no sandbox: {reason_without()}")
+def test_an_agent_in_a_sandbox_cannot_send_pickles(tmp_path: Path) -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        name = (await actor.served.address()).name.removeprefix("\0")
+        command = [sys.executable, "-I", "-c", ATTACK, name]
+        for sandbox, calls in ((None, ["direct"]), (Sandbox.of(()), [])):
+            actor.calls.clear()
+            mounts = None if sandbox is None else sandbox.mounts(command, [tmp_path])
+            finished = await run_command(command, tmp_path, {}, mounts=mounts)
+            assert actor.calls == calls, finished
 
     with_actor(story)
 
@@ -237,25 +290,23 @@ def test_the_handle_of_a_name_changes_only_with_its_actor() -> None:
 
 
 def test_messages_of_one_turn_of_the_loop_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller, sockets: Sockets) -> None:
         await caller.call("echo")
-        connection = caller._connection
-        assert connection is not None
         writes: list[bytes] = []
-        transport = connection.transport
+        connection = sockets.connections[0]
+        plain = connection.write
 
         def write(data: bytes) -> None:
             writes.append(data)
-            transport.write(data)
+            plain(data)
 
-        connection.transport = SimpleNamespace(write=write, is_closing=lambda: False)
+        monkeypatch.setattr(connection, "write", write)
         found = await asyncio.gather(*(caller.call("echo", n) for n in range(5)))
-        connection.transport = transport
         assert found == [((n,), {}) for n in range(5)]
         assert len(writes) == 1
         assert not handle.through_ray
 
-    with_actor(story)
+    with_sockets(story)
 
 
 def test_calls_wait_while_the_connection_is_made() -> None:

@@ -16,9 +16,10 @@ from recipe.async_pipeline.verl_bridge import engine_arguments
 from recipe.async_pipeline.verl_bridge.engine_arguments import (
     ENGINES,
     ROLLOUT,
-    check_argument_names,
+    check_arguments,
     check_engine_names,
-    declared_names,
+    declared_arguments,
+    largest_adapter_rank,
 )
 from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS
 from tests.conftest import Load
@@ -38,11 +39,18 @@ class ServerArgs:
 
 class EngineArgs:
     max_num_seqs: int | None = None
+    enforce_eager: bool = False
+    async_scheduling: bool | None = None
+    old_switch: Optional[bool] = None
 
     def add_cli_args(parser):
         parser.add_argument("--block-size", "-b", type=int)
+        parser.add_argument("--enforce-eager", **kwargs)
         parser.add_argument(f"--{name}")
 """
+
+
+SWITCHES = {"enforce_eager", "async_scheduling", "old_switch"}
 
 
 @pytest.fixture
@@ -53,15 +61,18 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         (tmp_path / file).write_text(SOURCE, encoding="utf-8")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(engine_arguments, "find_spec", lambda _: spec)
-    engine_arguments._names_of.cache_clear()
+    engine_arguments.arguments_of.cache_clear()
     yield tmp_path
-    engine_arguments._names_of.cache_clear()
+    engine_arguments.arguments_of.cache_clear()
 
 
 def test_names_are_fields_and_options() -> None:
     fields = {"attention_backend", "max_total_tokens", "max_num_seqs"}
-    assert set(declared_names(SOURCE, options=False)) == fields
-    assert set(declared_names(SOURCE, options=True)) == fields | {"block_size"}
+    assert {name for name, _ in declared_arguments(SOURCE, options=False)} == fields | SWITCHES
+    assert {*declared_arguments(SOURCE, options=True)} == {
+        *((name, False) for name in (*fields, "block_size", "enforce_eager")),
+        *((name, True) for name in SWITCHES),
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,12 +80,13 @@ def test_names_are_fields_and_options() -> None:
     [
         ("sglang", {"attention_backend": "fa3", "max_total_tokens": None}),
         ("vllm", {"max_num_seqs": 3, "block-size": 16, "no-block-size": True}),
+        ("vllm", {"enforce-eager": True, "async_scheduling": None, "old_switch": False}),
         ("trtllm", {"anything": 1}),
     ],
 )
 @pytest.mark.usefixtures("installed")
 def test_arguments_that_the_engine_has_are_accepted(engine: str, arguments: dict[str, Any]) -> None:
-    check_argument_names(engine, arguments)
+    check_arguments(engine, arguments)
 
 
 @pytest.mark.parametrize(
@@ -98,21 +110,26 @@ def test_arguments_that_the_engine_has_are_accepted(engine: str, arguments: dict
             {"zzz": None},
             "engine_kwargs.vllm.zzz must be an argument of the installed vllm, got None; ",
         ),
+        (
+            "vllm",
+            {"enforce-eager": "maybe"},
+            f"{ROLLOUT}.engine_kwargs.vllm.enforce-eager must be True or False, got 'maybe'; correct it, or",
+        ),
     ],
 )
 @pytest.mark.usefixtures("installed")
-def test_a_name_that_the_engine_does_not_have_is_refused(
+def test_a_name_or_a_switch_that_the_engine_does_not_take_is_refused(
     engine: str, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_argument_names(engine, arguments)
+        check_arguments(engine, arguments)
 
 
 def test_without_readable_source_nothing_is_refused(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (installed / "srt" / "server_args.py").write_text("class ServerArgs(", encoding="utf-8")
-    check_argument_names("sglang", {"zzz": 1})
+    check_arguments("sglang", {"zzz": 1})
     monkeypatch.setattr(engine_arguments, "find_spec", lambda _: None)
-    check_argument_names("vllm", {"zzz": 1})
+    check_arguments("vllm", {"zzz": 1})
 
 
 def test_a_section_of_no_engine_is_refused() -> None:
@@ -152,12 +169,38 @@ def test_every_option_of_vllm_is_accepted(load: Load) -> None:
     options = {option for action in parser._actions for option in action.option_strings}
     names = {option[2:] for option in options if option.startswith("--") and option != "--help"}
     assert len(names) > 200
-    check_argument_names("vllm", dict.fromkeys(names))
+    check_arguments("vllm", dict.fromkeys(names))
 
 
 @pytest.mark.real_engine
 def test_the_names_that_the_pipeline_knows_are_arguments(load: Load) -> None:
     sglang = load("recipe.async_pipeline.verl_bridge.sglang_rules").REPLACED
-    check_argument_names("sglang", dict.fromkeys([*sglang, *CPU_ARGUMENTS, "max_loras_per_batch"]))
+    check_arguments("sglang", dict.fromkeys([*sglang, *CPU_ARGUMENTS, "max_loras_per_batch"]))
     vllm = load("recipe.async_pipeline.verl_bridge.model_rules").REPLACED_ARGUMENTS
-    check_argument_names("vllm", dict.fromkeys(vllm))
+    check_arguments("vllm", dict.fromkeys(vllm))
+
+
+@pytest.mark.parametrize(
+    ("source", "largest"),
+    [("MaxLoRARanks = Literal[1, 8, 512]\n", 512), ("MaxLoRARanks = Any\n", None), (None, None)],
+)
+def test_the_largest_rank_is_read_from_vllms_source(
+    installed: Path, source: str | None, largest: int | None
+) -> None:
+    if source is not None:
+        (installed / "config").mkdir()
+        (installed / "config" / "lora.py").write_text(source, encoding="utf-8")
+    assert largest_adapter_rank() == largest
+
+
+@pytest.mark.real_engine
+def test_a_rank_that_vllm_does_not_serve_is_refused(
+    load: Load, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = load("recipe.async_pipeline.verl_bridge.config_checks")
+    adapters = {"actor_rollout_ref.model.lora_rank": 1024, f"{ROLLOUT}.load_format": "auto"}
+    with pytest.raises(ConfigError, match="lora_rank must be at most 512, .* got 1024; lower it"):
+        checks.checked(smoke(adapters))
+    monkeypatch.setattr(checks, "largest_adapter_rank", lambda: None)
+    unread = checks.checked(smoke(adapters), planning=True)
+    assert unread.unchecked == ("the largest rank of an adapter, for which verl asks vllm",)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.lab.tasks.untrained import main as save_untrained
+from recipe.async_pipeline.observe.wording import ENGINE_LINE
 from recipe.async_pipeline.verl_bridge import engine_check
 from recipe.async_pipeline.verl_bridge.engine_check import VERSIONS, main, saying
 
@@ -65,7 +66,9 @@ def test_each_version_of_the_weights_says_another_token() -> None:
 
 @pytest.mark.real_engine
 @pytest.mark.nightly
-def test_versions_are_loaded_while_a_real_engine_answers(tmp_path: Path) -> None:
+def test_versions_are_loaded_while_a_real_engine_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One rank; `verify_gpu.sh` takes two."""
     save_untrained([str(tmp_path), "qwen3"])
     assert main(options(tmp_path, str(tmp_path / "qwen3"), ranks=1)) == 0
@@ -74,3 +77,5 @@ def test_versions_are_loaded_while_a_real_engine_answers(tmp_path: Path) -> None
     assert report["tensors_proved"] % VERSIONS == 0 < report["tensors_proved"]
     assert report["wrong"] == [] and report["responses_of_several_versions"]
     assert report["model runner"].startswith("V") and report["attention"] == "CPU_ATTN"
+    (line,) = ENGINE_LINE.findall(capsys.readouterr().out)
+    assert "attention CPU_ATTN" in line

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -57,12 +58,24 @@ def test_a_run_starts_with_a_warning_if_the_knob_asks(
     assert "vllm 0.99.0: vllm.v1.request:Request.num_output_tokens is missing" in warning
 
 
+def test_an_engine_that_verl_cannot_start_is_refused_in_any_case(
+    smoke: Smoke, differs: list[Difference]
+) -> None:
+    verls = dataclasses.replace(GONE, name="vllm:Arguments", breaks=(f"{engines.STARTS_IN_VERL} 0.9.1",))
+    differs += [GONE, verls]
+    with pytest.raises(ConfigError, match="vllm:Arguments is missing, which breaks start of a") as refusal:
+        check_engine(smoke(), "warn")
+    assert "engine_check" not in str(refusal.value), "no remedy that leads to the next refusal"
+
+
 @pytest.mark.parametrize(
     ("breaks", "changes", "counts"),
     [
         (("LoRA",), {}, False),
         (("LoRA",), {f"{MODEL}.lora_rank": 8}, True),
         (("LoRA",), {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}, False),
+        (("replicas on several nodes",), {}, False),
+        (("replicas on several nodes",), {f"{ROLLOUT}.tensor_model_parallel_size": 2}, True),
         (("fp8",), {}, False),
         (("fp8",), {f"{ROLLOUT}.quantization": "fp8"}, True),
         (("benchmarks",), {}, False),
@@ -80,6 +93,44 @@ def test_only_what_the_run_uses_counts(
 ) -> None:
     differs.append(dataclasses.replace(GONE, breaks=breaks))
     assert (check_engine(smoke(changes), "warn") is not None) is counts
+
+
+@pytest.mark.parametrize(
+    ("breaks", "described", "counts"),
+    [
+        ("experts on a CPU", {"hidden_size": 8}, False),
+        ("proof of experts", {"text_config": {"num_experts": 4}}, True),
+        ("proof of latent attention", {"hidden_size": 8}, False),
+        ("proof of latent attention", {"kv_lora_rank": 4}, True),
+    ],
+)
+def test_what_the_model_does_not_use_does_not_count(
+    smoke: Smoke,
+    differs: list[Difference],
+    tmp_path: Path,
+    breaks: str,
+    described: dict[str, object],
+    counts: bool,
+) -> None:
+    differs.append(dataclasses.replace(GONE, breaks=(breaks,)))
+    (tmp_path / "task/model/config.json").write_text(json.dumps(described))
+    assert (check_engine(smoke(), "warn") is not None) is counts
+    if counts:
+        with pytest.raises(ConfigError, match=breaks):
+            check_engine(smoke(), "refuse")
+
+
+def test_what_only_an_unknown_model_decides_about_is_a_warning(
+    smoke: Smoke, differs: list[Difference]
+) -> None:
+    differs.append(dataclasses.replace(GONE, breaks=("experts on a CPU", "LoRA")))
+    config = smoke({f"{MODEL}.path": "some/model"})
+    warning = check_engine(config, "refuse")
+    assert warning is not None
+    assert "if the model needs that, whose config.json is not on this machine: some/model" in warning
+    differs.append(GONE)
+    with pytest.raises(ConfigError, match="version spans and 1 more"):
+        check_engine(config, "refuse")
 
 
 def test_the_tested_engine_and_one_that_is_not_installed_are_not_read(

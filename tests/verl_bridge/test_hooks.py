@@ -45,6 +45,55 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return made
 
 
+def test_a_command_line_of_older_verl_is_rewritten_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["main_ppo.py", "--config-name", "ppo_trainer", "reward_model.reward_manager=dapo", "data.seed=1"]
+    hooks.rewrite_command_line(argv)
+    assert argv[3] == "reward_model.reward_manager=dapo" and capsys.readouterr().out == "", "no switch"
+    argv.append("+async_pipeline=True")
+    hooks.rewrite_command_line(argv)
+    rewritten = ["reward.reward_manager.name=dapo", "data.seed=1", "+async_pipeline=True"]
+    assert argv == ["main_ppo.py", "--config-name", "ppo_trainer", *rewritten]
+    note = "reward_model.reward_manager=dapo -> reward.reward_manager.name=dapo"
+    assert capsys.readouterr().out == f"{MARK} {note}\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "rewritten"),
+    [
+        (["-m", "verl.experimental.fully_async_policy.fully_async_main"], True),
+        (["recipe/dapo/main_dapo.py"], True),
+        (["-m", "verl.trainer.main_ppo"], False),
+        (["-m", "recipe.async_pipeline", "watch", "--", "python", "-m", "recipe.dapo.main_dapo"], False),
+    ],
+)
+def test_other_entry_points_have_their_command_lines_rewritten(
+    monkeypatch: pytest.MonkeyPatch, program: list[str], rewritten: bool
+) -> None:
+    words = ["reward_model.num_workers=2", "a_key.of_its_own=1", "+async_pipeline=True"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", *program, *words])
+    # As Python has it while it imports the packages of a module, or runs a file.
+    monkeypatch.setattr(sys, "argv", [program[0], *program[2:], *words])
+    hooks.rewrite_on_import()
+    assert sys.argv[-3:] == ["reward.num_workers=2" if rewritten else words[0], *words[1:]]
+
+
+def test_a_key_that_no_code_reads_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    unread, plain = "+actor_rollout_ref.rollout.activate_rudder=1", ["data.seed=1", "+async_pipeline=True"]
+    argv = ["main_ppo.py", unread, *plain]
+    hooks.rewrite_command_line(argv)
+    assert argv[1:] == plain
+    assert "ignored: actor_rollout_ref.rollout.activate_rudder, because" in capsys.readouterr().out
+    argv = ["main_ppo.py", "--config-name", "ppo_trainer", unread, *plain]
+    hooks.rewrite_command_line(argv)
+    assert unread in argv, "another configuration may use it"
+
+
+def test_names_of_a_command_line_need_not_be_ascii() -> None:
+    argv = ["main_ppo.py", "trainer.experiment_name=läuft", "+async_pipeline=True"]
+    hooks.rewrite_command_line(argv)
+    assert argv == ["main_ppo.py", "trainer.experiment_name='läuft'", "+async_pipeline=True"]
+
+
 @pytest.mark.parametrize("switch", ["async_pipeline", "actor_rollout_ref__async_pipeline"])
 def test_with_either_switch_the_config_is_prepared(calls: list[tuple[Any, ...]], switch: str) -> None:
     asked = config(**{switch: True})
@@ -106,13 +155,14 @@ def test_a_broken_installation_is_one_line_if_the_switch_is_set(
 
 
 def test_a_pipeline_run_is_begun_and_awaited(calls: list[tuple[Any, ...]]) -> None:
-    ours = config(trainer__v1__trainer_mode="one_step_off")
+    notice = {"trainer__v1__async_pipeline__faults__notice_s": 30.0}
+    ours = config(trainer__v1__trainer_mode="one_step_off", **notice)
     hooks.wait_for("running", ours)
     hooks.begin(ours)
     assert calls == [
         ("launch.check_cluster", ours),
         ("launch.start_sample_store", ours),
-        ("interrupts.wait_for", "running"),
+        ("interrupts.wait_for", "running", 30.0),
         ("registration.begin", ours),
     ]
 

@@ -238,7 +238,7 @@ def test_a_service_unlinks_its_memory_before_it_is_killed(
     assert service.log == ["close", CLOSE_S, service]
 
 
-def test_a_run_ends_after_the_services_that_it_ends(counting: Counting) -> None:
+async def test_a_run_ends_after_the_services_that_it_ends(counting: Counting) -> None:
     released = threading.Event()
 
     def end(service: Any) -> None:
@@ -250,27 +250,21 @@ def test_a_run_ends_after_the_services_that_it_ends(counting: Counting) -> None:
     services.on(["a"], ["a"])
     assert counting.ended == [], "the caller is not held up"
 
-    async def main() -> None:
-        asyncio.get_running_loop().call_soon(released.set)
-        await services.close()
-
-    asyncio.run(main())
+    asyncio.get_running_loop().call_soon(released.set)
+    await services.close()
     assert len(counting.ended) == 1
 
 
-def test_a_service_that_does_not_respond_holds_up_no_consumer(
+async def test_a_service_that_does_not_respond_holds_up_no_consumer(
     nodes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory_service, "RELEASE_S", 0.01)
     cancelled = []
 
-    async def main() -> None:
-        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        hung = SimpleNamespace(release=SimpleNamespace(remote=lambda *lease: never))
-        await HostMemories(Route({nodes[0]: hung}, ())).release(this_process("a consumer"), 3)
-        cancelled.append(never.cancelled())
-
-    asyncio.run(main())
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    hung = SimpleNamespace(release=SimpleNamespace(remote=lambda *lease: never))
+    await HostMemories(Route({nodes[0]: hung}, ())).release(this_process("a consumer"), 3)
+    cancelled.append(never.cancelled())
     assert cancelled == [True]
 
 

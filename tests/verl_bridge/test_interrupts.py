@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,16 @@ class Trainer:
     def run(self, log: Path, how: str) -> str:
         log.write_text("begun\n")
         try:
-            return asyncio.run(interrupts.until_cancelled(train(how)))
+            return asyncio.run(interrupts.until_cancelled(train(how), partial(save, log)))
         except asyncio.CancelledError:
-            log.write_text("interrupted\n")
+            with log.open("a") as file:
+                file.write("interrupted\n")
             raise
+
+
+async def save(log: Path) -> None:
+    with log.open("a") as file:
+        file.write("saved\n")
 
 
 async def train(how: str) -> str:
@@ -56,11 +64,11 @@ async def train(how: str) -> str:
     return "completed"
 
 
-def press_ctrl_c_once(log: Path) -> threading.Thread:
+def signal_once(log: Path, number: signal.Signals = signal.SIGINT) -> threading.Thread:
     def press() -> None:
         while not log.exists():
             waiting.wait(0.05)
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     waiting = threading.Event()
     thread = threading.Thread(target=press, daemon=True)
@@ -71,12 +79,25 @@ def press_ctrl_c_once(log: Path) -> threading.Thread:
 def test_ctrl_c_lets_the_run_write_its_files(tmp_path: Path) -> None:
     log = tmp_path / "log"
     running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(log, "for ever")
-    pressed = press_ctrl_c_once(log)
+    pressed = signal_once(log)
     with pytest.raises(KeyboardInterrupt):
         interrupts.wait_for(running)
     pressed.join()
-    assert log.read_text() == "interrupted\n"
+    assert log.read_text() == "begun\ninterrupted\n"
     assert ray.wait([running], timeout=0)[0] == [running], "the run has ended"
+
+
+@pytest.mark.parametrize(("notice_s", "lines"), [(0.0, ["interrupted"]), (60.0, ["saved", "interrupted"])])
+def test_sigterm_lets_the_run_write_a_checkpoint_if_there_is_time(
+    tmp_path: Path, notice_s: float, lines: list[str]
+) -> None:
+    log = tmp_path / "log"
+    running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(log, "for ever")
+    sent = signal_once(log, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        interrupts.wait_for(running, notice_s)
+    sent.join()
+    assert log.read_text().split() == ["begun", *lines]
 
 
 @pytest.mark.parametrize("how", ["return", "fail"])
@@ -102,7 +123,7 @@ def test_a_run_that_ignores_ctrl_c_does_not_delay_the_end(
     log = tmp_path / "log"
     deaf = ray.remote(Deaf).options(num_cpus=0).remote()
     running = deaf.run.remote(log)
-    press_ctrl_c_once(log)
+    signal_once(log)
     with pytest.raises(KeyboardInterrupt):
         interrupts.wait_for(running)
     assert ray.wait([running], timeout=0)[0] == []

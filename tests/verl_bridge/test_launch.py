@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import atexit
 import copy
+import fcntl
+import io
 import os
 import re
 import socket
@@ -108,7 +110,10 @@ def test_a_run_of_an_unpatched_verl_is_prepared_as_any_other(
     assert [resource for resource, _ in needed] == ["GPU"]
 
 
-def test_a_value_that_others_were_computed_from_is_not_changed_late(launch: ModuleType, smoke: Smoke) -> None:
+def test_a_value_that_others_were_computed_from_is_not_changed_late(
+    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "require_devices", lambda *asked: None)
     changes = {MODE: PATCH_FREE, "data.train_batch_size": 32, f"{OWN}.training.single_mini_batch": True}
     late = smoke(changes, switched_on=False)
     OmegaConf.resolve(late)
@@ -118,7 +123,7 @@ def test_a_value_that_others_were_computed_from_is_not_changed_late(launch: Modu
         launch.adopt(late)
     late = smoke({**changes, launch.REFERRED[0]: 32}, switched_on=False)
     OmegaConf.resolve(late)
-    launch._refuse_late_changes(late, launch.checked(late))
+    launch.adopt(late)
 
 
 def test_verls_config_refers_to_no_other_value_that_changes_late(launch: ModuleType, smoke: Smoke) -> None:
@@ -209,7 +214,7 @@ def test_the_strategies_are_registered_with_verl(launch: ModuleType, load: Load)
 
 @pytest.mark.parametrize(
     ("logger", "names"),
-    [("console", ["console", "file"]), (["file", "wandb"], ["file", "wandb"]), (None, ["file"])],
+    [("console", ["console", "file"]), (["file", "console"], ["file", "console"]), (None, ["file"])],
 )
 def test_the_file_tracker_is_always_on(
     launch: ModuleType, smoke: Smoke, logger: Any, names: list[str]
@@ -254,12 +259,90 @@ def test_a_custom_run_directory(launch: ModuleType, smoke: Smoke, tmp_path: Path
     assert (tmp_path / "mine" / "latest").resolve() == tmp_path / "mine" / "here"
 
 
+def test_names_need_not_be_ascii_in_any_locale(
+    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr("sys.stdout", screen)
+    config = smoke({"trainer.project_name": "実験", "trainer.experiment_name": "läuft"})
+    launch.prepare(config)
+    assert config.trainer.v1.async_pipeline_runtime.run_dir == str(Path.cwd() / "outputs" / "実験" / "läuft")
+    assert rb"outputs/\u5b9f\u9a13/l\xe4uft" in screen.buffer.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_real_directory_named_latest_is_kept(launch: ModuleType, smoke: Smoke) -> None:
     latest = Path("outputs/smoke/latest")
     latest.mkdir(parents=True)
     launch.prepare(smoke())
     assert latest.is_dir() and not latest.is_symlink()
     assert {p.name for p in latest.parent.iterdir()} == {"latest", "run"}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        (
+            "latest",
+            "experiment_name must not be latest, the link to the newest run, got 'latest'",
+        ),
+        ("a/latest", "experiment_name must not be latest"),
+        ("../other/run", "experiment_name must name a folder below outputs, got '../other/run'; set another"),
+        ("", "experiment_name must name a folder below outputs, got ''"),
+        ("/somewhere", "experiment_name must name a folder below outputs"),
+    ],
+)
+def test_a_name_cannot_lead_to_another_runs_folder(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], name: str, rule: str
+) -> None:
+    launch.prepare(smoke())
+    assert rule in refused(launch, smoke({"trainer.experiment_name": name}), capsys)
+
+
+def test_the_records_of_an_earlier_run_of_the_same_name_are_kept(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path("outputs/smoke/run").resolve()
+    folder.mkdir(parents=True)
+    (folder / "ledger.jsonl").write_text('{"n": 1, "kind": "opened", "run": "earlier"}\n')
+    launch.prepare(smoke())
+    assert "earlier" in (folder / "earlier.1" / "ledger.jsonl").read_text()
+    assert f"{MARK} records of an earlier run are kept in {folder}/earlier.1\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("taken", ["run", "checkpoints"])
+def test_a_second_launch_is_refused_before_anything_is_changed(
+    launch: ModuleType, smoke: Smoke, tmp_path: Path, capsys: pytest.CaptureFixture[str], taken: str
+) -> None:
+    keys = {
+        "trainer.save_freq": 1,
+        "trainer.default_local_dir": str(tmp_path / "checkpoints"),
+        f"{OWN}.run_dir": str(tmp_path / "run"),
+    }
+    part = tmp_path / "checkpoints" / ".global_step_5.part"
+    part.mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    with (tmp_path / taken / ".owner").open("w") as lock:  # a lock of another descriptor is another owner's
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        line = refused(launch, smoke(keys), capsys)
+    assert f"got {tmp_path / taken}, which belongs to another process; end that run or wait" in line
+    assert part.exists(), "the checkpoint that the owner writes"
+    assert not (tmp_path / "latest").exists()
+
+
+def test_the_trainers_process_has_the_folders_too(
+    launch: ModuleType, smoke: Smoke, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may outlive the driver. Its servers, which need Ray, are left out."""
+    ours = load("recipe.async_pipeline.verl_bridge.trainer.registration")
+    monkeypatch.setattr(ours, "hide_in_output", lambda: None)
+    monkeypatch.setattr(ours.PipelineServerManager, "start_early", lambda config: None)
+    folders = {f"{OWN}.run_dir": tmp_path / "run", "trainer.default_local_dir": tmp_path / "checkpoints"}
+    config = smoke({"trainer.save_freq": 1, **{key: str(folder) for key, folder in folders.items()}})
+    launch.prepare(config)
+    ours.begin(config)
+    for folder in folders.values():
+        with (folder / ".trainer").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # The Ray cluster.
@@ -274,6 +357,16 @@ def test_a_run_starts_its_own_cluster(
     assert (init.address, init.num_cpus, init.num_gpus) == ("local", 64, 2)
     assert f"{MARK} Ray: starts a new cluster on this machine" in capsys.readouterr().out
     assert config.trainer.v1.async_pipeline_runtime.run_dir_mark is None
+
+
+def test_a_new_cluster_needs_a_machine_that_it_can_start_on(
+    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "x" * 95)
+    assert "RAY_TMPDIR must have at most 39 bytes, got 100" in refused(launch, smoke(), capsys)
+    launch.prepare(smoke({"ray_kwargs.ray_init._temp_dir": "/tmp/ray"}))
+    with socket.create_server(("", 0)) as server:
+        launch.prepare(smoke({"ray_kwargs.ray_init.address": f"127.0.0.1:{server.getsockname()[1]}"}))
 
 
 def test_a_run_joins_a_cluster_with_its_own_sizes(

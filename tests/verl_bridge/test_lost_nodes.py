@@ -113,7 +113,7 @@ def replica_of(
     return Replica()
 
 
-def test_a_replica_moves_to_another_node_once_it_has_devices(load: Load, nodes: Nodes) -> None:
+async def test_a_replica_moves_to_another_node_once_it_has_devices(load: Load, nodes: Nodes) -> None:
     replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica"))
     lost = nodes.add()
 
@@ -123,19 +123,16 @@ def test_a_replica_moves_to_another_node_once_it_has_devices(load: Load, nodes: 
         replica._processes = [[]]
         await replica.start_again()
 
-    async def main() -> None:
-        await replica.init_standalone()
-        await restart()
-        assert replica.launched == [lost.node_id] * 2, "the same devices, while they exist"
-        nodes.lose(lost, await replica.workers[0]._holder.__ray_call__.remote(lambda holder: os.getpid()))
-        with pytest.raises(TimeoutError):
-            # Longer than Ray needs to detect the lost node.
-            await asyncio.wait_for(restart(), 10.0)
-        other = nodes.add()
-        await asyncio.wait_for(restart(), LIMIT_S)
-        assert replica.launched == [lost.node_id] * 2 + [other.node_id]
-
-    asyncio.run(main())
+    await replica.init_standalone()
+    await restart()
+    assert replica.launched == [lost.node_id] * 2, "the same devices, while they exist"
+    nodes.lose(lost, await replica.workers[0]._holder.__ray_call__.remote(lambda holder: os.getpid()))
+    with pytest.raises(TimeoutError):
+        # Longer than Ray needs to detect the lost node.
+        await asyncio.wait_for(restart(), 10.0)
+    other = nodes.add()
+    await asyncio.wait_for(restart(), LIMIT_S)
+    assert replica.launched == [lost.node_id] * 2 + [other.node_id]
     check_nothing_waits()
 
 
@@ -180,23 +177,20 @@ def test_a_replica_of_two_nodes_moves_if_one_is_lost_and_ends_its_processes_on_t
     check_nothing_waits()
 
 
-def test_replicas_of_two_nodes_wait_for_devices_one_after_the_other(load: Load, nodes: Nodes) -> None:
+async def test_replicas_of_two_nodes_wait_for_devices_one_after_the_other(load: Load, nodes: Nodes) -> None:
     """With one node each, both would wait for ever."""
     module = load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica")
 
-    async def main() -> None:
-        turn = asyncio.Lock()
-        replicas = [replica_of(module, 2, rank, turn) for rank in range(2)]
-        for replica in replicas:
-            replica.resource_pool = SimpleNamespace()
-            replica._bundles = [[{"CPU": 2, "GPU": 1}]] * 2
-        nodes.add()
-        starts = [asyncio.create_task(replica._reserve_others()) for replica in replicas]
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(starts[0]), 3.0)
-        nodes.add()
-        await asyncio.wait_for(starts[0], LIMIT_S)
-        replicas[0].release()
-        await asyncio.wait_for(starts[1], LIMIT_S)
-
-    asyncio.run(main())
+    turn = asyncio.Lock()
+    replicas = [replica_of(module, 2, rank, turn) for rank in range(2)]
+    for replica in replicas:
+        replica.resource_pool = SimpleNamespace()
+        replica._bundles = [[{"CPU": 2, "GPU": 1}]] * 2
+    nodes.add()
+    starts = [asyncio.create_task(replica._reserve_others()) for replica in replicas]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(starts[0]), 3.0)
+    nodes.add()
+    await asyncio.wait_for(starts[0], LIMIT_S)
+    replicas[0].release()
+    await asyncio.wait_for(starts[1], LIMIT_S)

@@ -34,7 +34,6 @@ def absent(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_light_package_has_the_submodules_of_verl(absent: None) -> None:
     postpone()
     package = sys.modules[PACKAGE]
-    assert isinstance(package, megatron_on_demand._LightPackage)
     (folder,) = package.__path__
     assert (Path(folder) / "transformer_impl.py").is_file()
     postpone()

@@ -25,11 +25,6 @@ MEGATRON = f"{ACTOR}.megatron"
 MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
 
 
-@pytest.fixture(scope="module")
-def rules(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.megatron_rules")
-
-
 @pytest.fixture
 def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
     """Return a factory of changed copies of the smoke config with Megatron, with a model on disk."""
@@ -51,34 +46,36 @@ def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
     return make
 
 
-def test_the_smoke_config_with_megatron_is_supported(rules: ModuleType, megatron: Smoke, load: Load) -> None:
+def test_the_smoke_config_with_megatron_is_supported(module: ModuleType, megatron: Smoke, load: Load) -> None:
     config = megatron()
     assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "megatron"
-    rules.check_megatron(config, critic=True)
-    load("recipe.async_pipeline.verl_bridge.config_rules").check_verl_config(config)
+    module.check_megatron(config, critic=True)
+    rules = load("recipe.async_pipeline.verl_bridge.config_rules")
+    rules.check_verl_config(config)
+    rules.check_adapters(config)
 
 
-def test_fsdp_is_not_looked_at(rules: ModuleType, smoke: Smoke) -> None:
-    rules.check_megatron(smoke(), critic=True)
+def test_fsdp_is_not_looked_at(module: ModuleType, smoke: Smoke) -> None:
+    module.check_megatron(smoke(), critic=True)
 
 
-def test_the_strategy_alone_does_not_select_verls_config(rules: ModuleType, smoke: Smoke) -> None:
+def test_the_strategy_alone_does_not_select_verls_config(module: ModuleType, smoke: Smoke) -> None:
     with pytest.raises(ConfigError, match="got the one of FSDPActorConfig; set model_engine=megatron"):
-        rules.check_megatron(smoke({f"{ACTOR}.strategy": "megatron"}), critic=False)
+        module.check_megatron(smoke({f"{ACTOR}.strategy": "megatron"}), critic=False)
 
 
-def test_verls_config_alone_does_not_select_the_engine(rules: ModuleType, smoke: Smoke) -> None:
+def test_verls_config_alone_does_not_select_the_engine(module: ModuleType, smoke: Smoke) -> None:
     mixed = smoke({f"{ACTOR}._target_": "verl.workers.config.McoreActorConfig"})
     with pytest.raises(ConfigError, match="strategy must be megatron with model_engine=megatron, got fsdp2"):
-        rules.check_megatron(mixed, critic=False)
+        module.check_megatron(mixed, critic=False)
 
 
 def test_missing_packages_are_named(
-    rules: ModuleType, megatron: Smoke, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, megatron: Smoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="requires megatron-core and megatron-bridge, got neither; run"):
-        rules.check_megatron(megatron(), critic=False)
+        module.check_megatron(megatron(), critic=False)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +92,13 @@ def test_missing_packages_are_named(
     ],
 )
 def test_what_the_cpu_cannot_run_is_refused_there_only(
-    rules: ModuleType, megatron: Smoke, path: str, value: Any, words: str
+    module: ModuleType, megatron: Smoke, path: str, value: Any, words: str
 ) -> None:
     changes = {path: value, "trainer.device": "cpu"}
     with pytest.raises(ConfigError, match=words) as caught:
-        rules.check_megatron(megatron(changes), critic=False)
+        module.check_megatron(megatron(changes), critic=False)
     assert str(caught.value).startswith(f"{path} must be ") and f"got {value!r}" in str(caught.value)
-    rules.check_megatron(megatron({**changes, "trainer.device": "cuda"}), critic=False)
+    module.check_megatron(megatron({**changes, "trainer.device": "cuda"}), critic=False)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +115,10 @@ def test_what_the_cpu_cannot_run_is_refused_there_only(
             {f"{ACTOR}.optim.lr_warmup_steps": 5, f"{ACTOR}.optim.lr_decay_steps": 4},
             f"must be < {ACTOR}.optim.lr_decay_steps=4 with Megatron, got 5; lower",
         ),
-        ({"actor_rollout_ref.model.lora.rank": 8}, "lora.rank must be 0 with .*strategy=megatron, got 8"),
+        (
+            {"actor_rollout_ref.model.lora_rank": 8},
+            "lora_rank must be 0 with strategy=megatron, which reads .*lora.rank, ",
+        ),
         ({f"{MEGATRON}.tensor_model_parallel_size": 0}, "must be >= 1, got 0"),
         ({f"{MEGATRON}.tensor_model_parallel_size": 4}, r"model's 2 query groups \(num_key_value_heads"),
         ({f"{MEGATRON}.tensor_model_parallel_size": 3}, "model's 4 attention heads"),
@@ -139,20 +139,20 @@ def test_what_the_cpu_cannot_run_is_refused_there_only(
     ],
 )
 def test_contradictions_are_refused(
-    rules: ModuleType, megatron: Smoke, changes: dict[str, Any], words: str
+    module: ModuleType, megatron: Smoke, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        rules.check_megatron(megatron(changes), critic=True)
+        module.check_megatron(megatron(changes), critic=True)
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_experts_divide_over_their_ranks(
-    rules: ModuleType, megatron: Smoke, tmp_path: Path, name: str
+    module: ModuleType, megatron: Smoke, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {name: 6}), encoding="utf-8")
-    rules.check_megatron(megatron({f"{MEGATRON}.expert_model_parallel_size": 3}), critic=False)
+    module.check_megatron(megatron({f"{MEGATRON}.expert_model_parallel_size": 3}), critic=False)
     with pytest.raises(ConfigError, match="model's 6 experts"):
-        rules.check_megatron(megatron({f"{MEGATRON}.expert_model_parallel_size": 4}), critic=False)
+        module.check_megatron(megatron({f"{MEGATRON}.expert_model_parallel_size": 4}), critic=False)
 
 
 REPLAY = "router_replay.mode"
@@ -166,8 +166,8 @@ def experts(tmp_path: Path, megatron: Smoke) -> Smoke:
     return megatron
 
 
-def test_the_trainers_routing_may_be_replayed(rules: ModuleType, experts: Smoke) -> None:
-    rules.check_megatron(experts(R2), critic=True)
+def test_the_trainers_routing_may_be_replayed(module: ModuleType, experts: Smoke) -> None:
+    module.check_megatron(experts(R2), critic=True)
 
 
 @pytest.mark.parametrize(
@@ -194,19 +194,19 @@ def test_the_trainers_routing_may_be_replayed(rules: ModuleType, experts: Smoke)
     ],
 )
 def test_routing_is_replayed_for_every_token_or_refused(
-    rules: ModuleType, experts: Smoke, changes: dict[str, Any], words: str
+    module: ModuleType, experts: Smoke, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        rules.check_megatron(experts(R2 | changes), critic=True)
+        module.check_megatron(experts(R2 | changes), critic=True)
 
 
-def test_the_user_may_distribute_the_layers(rules: ModuleType, megatron: Smoke) -> None:
+def test_the_user_may_distribute_the_layers(module: ModuleType, megatron: Smoke) -> None:
     fields = {"num_layers_in_first_pipeline_stage": 3}
     changes = {
         f"{MEGATRON}.pipeline_model_parallel_size": 4,
         f"{MEGATRON}.override_transformer_config": fields,
     }
-    rules.check_megatron(megatron(changes), critic=False)
+    module.check_megatron(megatron(changes), critic=False)
 
 
 @pytest.mark.parametrize(
@@ -217,14 +217,14 @@ def test_the_user_may_distribute_the_layers(rules: ModuleType, megatron: Smoke) 
     ],
 )
 def test_experts_with_a_bias_are_refused_on_the_cpu_only(
-    rules: ModuleType, megatron: Smoke, tmp_path: Path, described: dict[str, Any], changes: dict[str, Any]
+    module: ModuleType, megatron: Smoke, tmp_path: Path, described: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | described), encoding="utf-8")
     with pytest.raises(ConfigError, match="model.path must be a model whose experts have no bias"):
-        rules.check_megatron(megatron({**changes, "trainer.device": "cpu"}), critic=False)
-    rules.check_megatron(megatron({**changes, "trainer.device": "cuda"}), critic=False)
+        module.check_megatron(megatron({**changes, "trainer.device": "cpu"}), critic=False)
+    module.check_megatron(megatron({**changes, "trainer.device": "cuda"}), critic=False)
 
 
-def test_a_dense_model_may_have_biases_on_the_cpu(rules: ModuleType, megatron: Smoke) -> None:
+def test_a_dense_model_may_have_biases_on_the_cpu(module: ModuleType, megatron: Smoke) -> None:
     changes = {f"{MEGATRON}.override_transformer_config": {"add_bias_linear": True}}
-    rules.check_megatron(megatron({**changes, "trainer.device": "cpu"}), critic=False)
+    module.check_megatron(megatron({**changes, "trainer.device": "cpu"}), critic=False)

@@ -49,20 +49,17 @@ def test_a_cancelled_call_takes_no_place() -> None:
     assert len(turns) <= 12 // 4 + 3
 
 
-def test_a_call_of_another_kind_runs_in_between() -> None:
-    async def check() -> int:
-        paced, begun = PacedStarts(4), list[int]()
+async def test_a_call_of_another_kind_runs_in_between() -> None:
+    paced, begun = PacedStarts(4), list[int]()
 
-        async def call(number: int) -> None:
-            await paced.turn()
-            begun.append(number)
+    async def call(number: int) -> None:
+        await paced.turn()
+        begun.append(number)
 
-        tasks = [asyncio.create_task(call(number)) for number in range(1000)]
-        await asyncio.sleep(0)
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(lambda: done.set_result(len(begun)))
-        before = await done
-        await asyncio.gather(*tasks)
-        return before
-
-    assert asyncio.run(check()) <= 12
+    tasks = [asyncio.create_task(call(number)) for number in range(1000)]
+    await asyncio.sleep(0)
+    done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(lambda: done.set_result(len(begun)))
+    before = await done
+    await asyncio.gather(*tasks)
+    assert before <= 12

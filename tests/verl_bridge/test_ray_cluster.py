@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.observe.table import MARK
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -164,3 +165,26 @@ def test_a_cluster_with_too_few_devices_is_refused(
         ConfigError, match=rf"must have 3 devices \(GPU\).*got {int(there.get('GPU', 0))}; add"
     ):
         ray_cluster.require_devices("GPU", 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (
+            Exception("The current node timed out during startup. This could"),
+            "the machine was too busy for it; ",
+        ),
+        (OSError("no route"), "the logs in session_latest/logs of Ray's temporary folder say more"),
+    ],
+)
+def test_a_start_of_ray_that_fails_has_a_line_with_its_cause(
+    load: Load, capsys: pytest.CaptureFixture[str], error: Exception, remedy: str
+) -> None:
+    def init(**arguments: int) -> None:
+        assert arguments == {"num_cpus": 1}
+        raise error
+
+    with pytest.raises(type(error)):
+        load("recipe.async_pipeline.verl_bridge.ray_cluster").with_cause(init)(num_cpus=1)
+    said = capsys.readouterr().out
+    assert said.startswith(f"{MARK} cause: Ray did not start: {type(error).__name__}: ") and remedy in said

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import Load
-
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(scope="module")
-def columns(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.sample_columns")
 
 
 def response_fields(prompt: int, response: int, number: int) -> dict[str, Any]:
@@ -43,7 +36,7 @@ def response_fields(prompt: int, response: int, number: int) -> dict[str, Any]:
 )
 @settings(max_examples=100, deadline=None)
 def test_transfer_queue_stores_and_sends_the_same(
-    columns: ModuleType, lengths: list[tuple[int, int]], random: Any
+    module: ModuleType, lengths: list[tuple[int, int]], random: Any
 ) -> None:
     import torch
     from transfer_queue.metadata import extract_field_schema
@@ -51,7 +44,7 @@ def test_transfer_queue_stores_and_sends_the_same(
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
     rows = [response_fields(prompt, response, i) for i, (prompt, response) in enumerate(lengths)]
-    plain, verls = columns.SampleColumns(rows), list_of_dict_to_tensordict(rows)
+    plain, verls = module.SampleColumns(rows), list_of_dict_to_tensordict(rows)
     assert plain.batch_size[0] == verls.batch_size[0]
     assert list(plain.keys()) == list(verls.keys())
 
@@ -73,7 +66,7 @@ def test_transfer_queue_stores_and_sends_the_same(
 
 
 def test_training_workers_fetch_numeric_columns_only(
-    columns: ModuleType, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transfer_queue import KVBatchMeta
 
@@ -93,8 +86,8 @@ def test_training_workers_fetch_numeric_columns_only(
                 field_schema={name: {"is_non_tensor": flag} for name, flag in names.items()}
             )
 
-    monkeypatch.setattr(columns.tq, "get_client", Client)
+    monkeypatch.setattr(module.tq, "get_client", Client)
     batch = KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}])
-    assert columns.trained_columns(batch, pictures=False) == ["responses", "advantages"]
-    assert columns.trained_columns(batch, pictures=True) == ["responses", "advantages", "multi_modal_inputs"]
+    assert module.trained_columns(batch, pictures=False) == ["responses", "advantages"]
+    assert module.trained_columns(batch, pictures=True) == ["responses", "advantages", "multi_modal_inputs"]
     assert requested == [(["a_0_0"], "train")] * 2

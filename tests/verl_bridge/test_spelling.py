@@ -39,16 +39,14 @@ def test_a_misspelled_key_of_verl_is_refused(
 
 
 @pytest.mark.parametrize("section", ["data", "critic", "algorithm", ACTOR, ROLLOUT, f"{ROLLOUT}.multi_turn"])
-def test_a_knob_in_a_section_of_verl_is_refused(
-    load_spelling: ModuleType, smoke: Smoke, section: str
-) -> None:
+def test_a_knob_in_a_section_of_verl_is_refused(module: ModuleType, smoke: Smoke, section: str) -> None:
     names = {path.rpartition(".")[2]: path for path in knob_paths() if path.count(".") < 2}
     config, foreign = smoke({}, switched_on=False), {key.path for key in FOREIGN}
     keys = [key for key in (f"{section}.{name}" for name in names) if OmegaConf.select(config, key) is None]
     # A sample of them, because each takes as long as the start of a run.
     for key in [key for key in keys if key not in foreign][len(section) % 9 :: 9]:
         with pytest.raises(ConfigError, match=f"^{key} is misplaced, got 3; it belongs at .*{OWN}"):
-            load_spelling.check_spelling(smoke({key: 3}, switched_on=False))
+            module.check_spelling(smoke({key: 3}, switched_on=False))
 
 
 @pytest.mark.parametrize(
@@ -65,25 +63,58 @@ def test_a_knob_in_a_section_of_verl_is_refused(
         f"{ROLLOUT}.engine_kwargs.vllm.max_turns",
     ],
 )
-def test_keys_that_other_code_may_read_are_not_refused(
-    load_spelling: ModuleType, smoke: Smoke, path: str
-) -> None:
-    load_spelling.check_spelling(smoke({path: 1}, switched_on=False))
+def test_keys_that_other_code_may_read_are_not_refused(module: ModuleType, smoke: Smoke, path: str) -> None:
+    module.check_spelling(smoke({path: 1}, switched_on=False))
 
 
-@pytest.fixture
-def load_spelling(load: Any) -> Any:
-    return load("recipe.async_pipeline.verl_bridge.spelling")
-
-
-def test_a_section_whose_class_is_unknown_is_left_alone(load_spelling: ModuleType, smoke: Smoke) -> None:
+def test_a_section_whose_class_is_unknown_is_left_alone(module: ModuleType, smoke: Smoke) -> None:
     config = smoke({f"{ROLLOUT}._target_": "nowhere.Class", f"{ROLLOUT}.nmea": 1}, switched_on=False)
-    load_spelling.check_spelling(config)
+    module.check_spelling(config)
     config = smoke({f"{ROLLOUT}._target_": "json.dumps", f"{ROLLOUT}.nmea": 1}, switched_on=False)
-    load_spelling.check_spelling(config)
+    module.check_spelling(config)
 
 
-def test_a_near_name_that_occurs_in_verl_is_not_a_misspelling(load_spelling: ModuleType) -> None:
-    assert load_spelling.near_key("strategi", frozenset({"strategy"})) == "strategy"
-    assert load_spelling.near_key("strategy", frozenset({"strategy_"})) is None
-    assert load_spelling.near_key("warp_factor", frozenset({"strategy"})) is None
+def test_a_near_name_that_occurs_in_verl_is_not_a_misspelling(module: ModuleType) -> None:
+    assert module.near_key("strategi", frozenset({"strategy"})) == "strategy"
+    assert module.near_key("strategy", frozenset({"strategy_"})) is None
+    assert module.near_key("warp_factor", frozenset({"strategy"})) is None
+
+
+ROLL = "actor_rollout_ref.rollout.agent.activate_rudder"
+
+
+def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
+    words = [f"+{ROLL}=True", "++data.rudder_angle=1", "+rudder.angle=2", "data.seed=1"]
+    rest, notes = module.without_unread(words)
+    assert rest == words[1:], "the class of the section would refuse it"
+    why = "because no code of verl reads it"
+    assert notes == (
+        f"ignored: {ROLL}, {why}",
+        f"ignored: data.rudder_angle, {why}, unless yours does",
+        f"ignored: rudder.angle, {why}, unless yours does",
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.seed=1", f"{ROLLOUT}.rudder=1"],
+        # A field of the class, and a name that verl reads elsewhere.
+        [f"+{ACTOR}.ppo_infer_max_token_len_per_gpu=1", "+trainer.ppo_mini_batch_size=2"],
+        # Passed on as a whole.
+        [
+            f"+{ROLLOUT}.engine_kwargs.vllm.rudder=1",
+            "+ray_kwargs.ray_init.rudder=1",
+            f"+{ROLLOUT}.custom.rudder=1",
+        ],
+        ["+actor_rollout_ref.model.override_config.rudder=1", "+data.apply_chat_template_kwargs.rudder=1"],
+        # Of this package, and of other systems.
+        ["+async_pipeline=True", f"+{OWN}.staleness.max_lag=2", "+async_generation_ratio=1.5"],
+        # Another key refers to it.
+        ["+rudder.angle=2", "data.seed='${rudder.angle}'"],
+        # `check_spelling` refuses it.
+        [f"+{ROLLOUT}.nmea=sglang"],
+    ],
+)
+def test_added_keys_that_code_may_read_are_left_alone(module: ModuleType, words: list[str]) -> None:
+    assert module.without_unread(words) == (words, ())

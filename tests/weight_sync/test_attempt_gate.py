@@ -5,44 +5,41 @@ from __future__ import annotations
 
 import asyncio
 
-from recipe.async_pipeline.core.clock import run_virtual
+import pytest
+
 from recipe.async_pipeline.weight_sync.attempt_gate import AttemptGate
 
+pytestmark = pytest.mark.virtual_time
 
-def test_the_first_request_passes_first_even_if_it_reaches_the_gate_last() -> None:
+
+async def test_the_first_request_passes_first_even_if_it_reaches_the_gate_last() -> None:
     gate, passed = AttemptGate(), []
 
     async def attempt(arrival: int) -> None:
         await gate.passed(arrival)
         passed.append(arrival)
 
-    async def main() -> None:
-        first, second, given_up, third = (gate.arrive() for _ in range(4))
-        await attempt(first)
-        gate.close()
-        # The first one was rejected by an engine that was paused, after the others had reached the gate.
-        waiting = {}
-        for arrival in (third, given_up, second, first):
-            waiting[arrival] = asyncio.create_task(attempt(arrival))
-            await asyncio.sleep(0)
-        waiting.pop(given_up).cancel()
-        await asyncio.sleep(1)
-        assert passed == [first], "none passes a closed gate"
-        gate.open()
-        await asyncio.gather(*waiting.values())
-        assert passed == [first, first, second, third]
-
-    run_virtual(main())
+    first, second, given_up, third = (gate.arrive() for _ in range(4))
+    await attempt(first)
+    gate.close()
+    # The first one was rejected by an engine that was paused, after the others had reached the gate.
+    waiting = {}
+    for arrival in (third, given_up, second, first):
+        waiting[arrival] = asyncio.create_task(attempt(arrival))
+        await asyncio.sleep(0)
+    waiting.pop(given_up).cancel()
+    await asyncio.sleep(1)
+    assert passed == [first], "none passes a closed gate"
+    gate.open()
+    await asyncio.gather(*waiting.values())
+    assert passed == [first, first, second, third]
 
 
-def test_a_pause_that_overtook_an_attempt_is_counted() -> None:
+async def test_a_pause_that_overtook_an_attempt_is_counted() -> None:
     gate = AttemptGate()
 
-    async def main() -> None:
-        before = await gate.passed(gate.arrive())
-        assert gate.closings == before
-        gate.close()
-        gate.open()
-        assert gate.closings > before == 0
-
-    run_virtual(main())
+    before = await gate.passed(gate.arrive())
+    assert gate.closings == before
+    gate.close()
+    gate.open()
+    assert gate.closings > before == 0

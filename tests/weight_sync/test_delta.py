@@ -203,8 +203,8 @@ def test_the_memory_of_a_refused_delta_does_not_depend_on_its_claims() -> None:
 
 @pytest.mark.parametrize("gap", [40, 2**62, 2**63, 2**64 - 1])
 def test_places_outside_of_the_chunk_are_refused(gap: int) -> None:
-    gaps = module._packed(np.array([gap, gap], np.uint64))
-    values = module._packed(np.array([1, 1], np.uint16))
+    gaps = module.packed(np.array([gap, gap], np.uint64))
+    values = module.packed(np.array([1, 1], np.uint16))
     one = Delta(64, 64, 2, (Sparse(2, 8, gaps, values),))
     with pytest.raises(CorruptionError, match="outside of a chunk of 32"):
         apply(msgspec.msgpack.encode(one), bytes(64), bytearray(64))

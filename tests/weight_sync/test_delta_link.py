@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,7 +21,7 @@ from recipe.async_pipeline.weight_sync.delta import difference
 from recipe.async_pipeline.weight_sync.delta_link import KEPT, Differences
 from recipe.async_pipeline.weight_sync.host_memory import HostMemory, VersionRequest
 from recipe.async_pipeline.weight_sync.host_slots import Reader
-from recipe.async_pipeline.weight_sync.manifest import Manifest, WeightTicket
+from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, WeightTicket
 from recipe.async_pipeline.weight_sync.receiver import BucketVerdict, Incoming
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from recipe.async_pipeline.weight_sync.shares import Bucket
@@ -37,7 +39,7 @@ class Link:
     def __init__(
         self, sender: HostMemory, asks: Callable[[WeightTicket], VersionRequest], ticket: WeightTicket
     ) -> None:
-        self._sender, self._asks, self._ticket = sender, asks, ticket
+        self._sender, self.asks, self._ticket = sender, asks, ticket
         self.sent: list[tuple[int | None, int]] = []
         """The base and the bytes of each bucket."""
         self.spoil: Callable[[bytes], bytes] = lambda data: data
@@ -46,7 +48,7 @@ class Link:
         return await asyncio.to_thread(await_manifest, self._ticket, LIMIT_S)
 
     async def bucket(self, bucket: Bucket, attempt: int, base: int | None = None) -> tuple[bytes, Any]:
-        async with self._sender.lend(self._asks(self._ticket), bucket, base) as (header, payload):
+        async with self._sender.lend(self.asks(self._ticket), bucket, base) as (header, payload):
             data = bytes(payload)
         found = msgspec.msgpack.decode(header, type=Header).base
         self.sent.append((found, len(data)))
@@ -70,7 +72,7 @@ class Hosts:
     async def receive(self, ticket: WeightTicket, link: Link | None = None, *, delta: bool = True) -> Link:
         """Receive a version, and require the trainer's values."""
         link = link or Link(self.trainer, lambda asked: VersionRequest(asked, [], LIMIT_S), ticket)
-        link._asks = lambda asked: VersionRequest(asked, [link], LIMIT_S)
+        link.asks = lambda asked: VersionRequest(asked, [link], LIMIT_S)
         await self._receive(self.here, ticket, link, delta)
         return link
 
@@ -100,20 +102,18 @@ def nothing_is_left() -> Iterator[None]:
     assert not list(SHM_DIR.glob(f"{PREFIX}*-{os.getpid()}-*"))
 
 
-def run(main: Callable[[Hosts], Awaitable[None]]) -> None:
-    async def with_hosts() -> None:
-        torch.manual_seed(0)
-        hosts = Hosts()
-        try:
-            await main(hosts)
-        finally:
-            await hosts.close()
-
-    asyncio.run(with_hosts())
+@asynccontextmanager
+async def fresh_hosts() -> AsyncIterator[Hosts]:
+    torch.manual_seed(0)
+    hosts = Hosts()
+    try:
+        yield hosts
+    finally:
+        await hosts.close()
 
 
-def test_later_versions_travel_as_differences() -> None:
-    async def main(hosts: Hosts) -> None:
+async def test_later_versions_travel_as_differences() -> None:
+    async with fresh_hosts() as hosts:
         first = await hosts.receive(hosts.publish(0))
         assert first.sent == [(None, 8192)] * BUCKETS
         for version in (1, 2, 3):
@@ -121,41 +121,33 @@ def test_later_versions_travel_as_differences() -> None:
             assert [base for base, _ in link.sent] == [version - 1] * BUCKETS
             assert all(size < 300 for _, size in link.sent)
 
-    run(main)
 
-
-def test_a_relay_makes_differences_too() -> None:
-    async def main(hosts: Hosts) -> None:
+async def test_a_relay_makes_differences_too() -> None:
+    async with fresh_hosts() as hosts:
         for version in (0, 1):
             ticket = hosts.publish(version)
             link = await hosts.relay(ticket, await hosts.receive(ticket))
         assert [base for base, _ in link.sent] == [0] * BUCKETS
 
-    run(main)
 
-
-def test_a_host_that_missed_a_version_gets_the_next_one_whole() -> None:
-    async def main(hosts: Hosts) -> None:
+async def test_a_host_that_missed_a_version_gets_the_next_one_whole() -> None:
+    async with fresh_hosts() as hosts:
         await hosts.receive(hosts.publish(0))
         hosts.publish(1)
         link = await hosts.receive(hosts.publish(2))
         assert link.sent == [(None, 8192)] * BUCKETS, "version 2 took the memory of version 0"
 
-    run(main)
 
-
-def test_a_run_without_the_knob_asks_for_no_difference() -> None:
-    async def main(hosts: Hosts) -> None:
+async def test_a_run_without_the_knob_asks_for_no_difference() -> None:
+    async with fresh_hosts() as hosts:
         for version in (0, 1):
             link = await hosts.receive(hosts.publish(version), delta=False)
             assert link.sent == [(None, 8192)] * BUCKETS
 
-    run(main)
-
 
 @pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: b"", lambda data: b"\xff" + data])
-def test_a_damaged_difference_is_replaced_by_the_whole_bucket(spoil: Callable[[bytes], bytes]) -> None:
-    async def main(hosts: Hosts) -> None:
+async def test_a_damaged_difference_is_replaced_by_the_whole_bucket(spoil: Callable[[bytes], bytes]) -> None:
+    async with fresh_hosts() as hosts:
         await hosts.receive(hosts.publish(0))
         ticket = hosts.publish(1)
         link = Link(hosts.trainer, lambda asked: VersionRequest(asked, [], LIMIT_S), ticket)
@@ -164,36 +156,30 @@ def test_a_damaged_difference_is_replaced_by_the_whole_bucket(spoil: Callable[[b
         assert sorted(base is None for base, _ in link.sent) == [False] * BUCKETS + [True] * BUCKETS
         assert hosts.here.status().verdicts[BucketVerdict.TRUNCATED] == BUCKETS
 
-    run(main)
 
-
-def test_a_base_that_was_overwritten_is_found_by_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_base_that_was_overwritten_is_found_by_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the trainer gathered the next version into that arena while the difference was made."""
 
-    async def main(hosts: Hosts) -> None:
+    async with fresh_hosts() as hosts:
         await hosts.receive(hosts.publish(0))
         monkeypatch.setattr(MAKE, lambda old, new, item: difference(old ^ 1, new, item))
         link = await hosts.receive(hosts.publish(1))
         assert [base for base, _ in link.sent].count(None) == BUCKETS
         assert hosts.here.status().verdicts[BucketVerdict.CORRUPT] == BUCKETS
 
-    run(main)
 
-
-def test_versions_without_anything_in_common_travel_whole() -> None:
-    async def main(hosts: Hosts) -> None:
+async def test_versions_without_anything_in_common_travel_whole() -> None:
+    async with fresh_hosts() as hosts:
         await hosts.receive(hosts.publish(0))
         hosts.weights = {name: torch.randn(4096) for name in hosts.weights}
         link = await hosts.receive(hosts.publish(1))
         assert link.sent == [(None, 8192)] * BUCKETS
 
-    run(main)
 
-
-def test_each_difference_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_difference_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    async def main(hosts: Hosts) -> None:
+    async with fresh_hosts() as hosts:
         await hosts.receive(hosts.publish(0))
 
         def count(old: Any, new: Any, item: int) -> bytes | None:
@@ -206,11 +192,9 @@ def test_each_difference_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.gather(*(link.bucket(Bucket(0, index), 0, 0) for index in range(BUCKETS)))
         assert made == [2] * BUCKETS, "of the size of bfloat16"
 
-    run(main)
 
-
-def test_a_difference_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(hosts: Hosts) -> None:
+async def test_a_difference_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fresh_hosts() as hosts:
         await hosts.receive(hosts.publish(0))
         ticket = hosts.publish(1)
         link = Link(hosts.trainer, lambda asked: VersionRequest(asked, [link], LIMIT_S), ticket)
@@ -225,26 +209,25 @@ def test_a_difference_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch)
         await link.bucket(Bucket(0, 0), 0, 0)
         assert [base for base, _ in link.sent] == [0]
 
-    run(main)
-
 
 def test_announced_versions_are_remembered_as_long_as_their_memory_lasts() -> None:
     differences = Differences()
     for version in range(5):
-        differences.announced(0, Manifest(version=version, tensors=(), buckets=(), samples=()))
-    assert list(differences._announced) == [5 - KEPT, 4]
+        bucket = BucketEntry(f"segment {version}", 8, 0)
+        differences.announced(0, Manifest(version=version, tensors=(), buckets=(bucket,), samples=()))
+    reader: Any = SimpleNamespace(bucket=lambda found, sequence: torch.zeros(8))
+    known = [v for v in range(4) if differences.mapped(reader, v, 4, Bucket(0, 0)) is not None]
+    assert known == [*range(5 - KEPT, 4)]
 
 
-def test_the_differences_of_older_versions_are_dropped() -> None:
-    async def main(hosts: Hosts) -> None:
+async def test_the_differences_of_older_versions_are_dropped() -> None:
+    async with fresh_hosts() as hosts:
         for version in range(3):
             await hosts.receive(hosts.publish(version))
         assert {version for version, _, _ in hosts.trainer._differences._coded} == {2}
 
-    run(main)
 
-
-def test_buckets_are_put_together_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_buckets_are_put_together_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """With joined shares they are copied block by block, which would hold up all other requests."""
     loops: list[bool] = []
     payload = Incoming.payload
@@ -255,11 +238,9 @@ def test_buckets_are_put_together_outside_of_the_event_loop(monkeypatch: pytest.
 
     monkeypatch.setattr(Incoming, "payload", watched)
 
-    async def main(hosts: Hosts) -> None:
+    async with fresh_hosts() as hosts:
         for version in (0, 1):
             ticket = hosts.publish(version)
             await hosts.relay(ticket, await hosts.receive(ticket))
-
-    run(main)
     # Version 0 is lent; of version 1, two hosts restore it, and one lends it as a difference.
     assert loops == [False] * (BUCKETS + 2 * BUCKETS + 2 * BUCKETS)

@@ -113,7 +113,7 @@ def test_a_loader_that_computes_with_host_memory_is_refused_by_the_device(
 ) -> None:
     with simulated_device() as device:
         (rank,) = on_device(device, replica(1))
-        monkeypatch.setattr(rank, "_load_rows", lambda name, tensor: rank._tensors[name][:90].mul_(tensor))
+        monkeypatch.setattr(rank, "_load_rows", lambda name, tensor: rank.held[name][:90].mul_(tensor))
         with pytest.raises(WrongMemory, match=r"aten.mul_.Tensor runs on the device, .* in host memory"):
             load([rank], publish(weights(1)))
 
@@ -451,7 +451,7 @@ def test_a_quantized_tensor_that_is_not_declared(publish: Publish, monkeypatch: 
 
 def test_a_narrower_dtype_that_is_not_declared(publish: Publish) -> None:
     ranks = replica(1)
-    ranks[0]._tensors["model.norm.weight"] = ranks[0]._tensors["model.norm.weight"].to(dtype=_FP8)
+    ranks[0].held["model.norm.weight"] = ranks[0].held["model.norm.weight"].to(dtype=_FP8)
     with pytest.raises(ProofError, match="model.norm.weight was published as bfloat16, .* float8_e4m3fn"):
         load(ranks, publish(weights(1)))
 
@@ -460,7 +460,7 @@ def half(name: str) -> Fault:
     def take(engine: FakeEngine, piece: list[Any]) -> list[Any]:
         for at, tensor in piece:
             if at == name:
-                engine._tensors[name].data[: len(tensor) // 2].copy_(tensor[: len(tensor) // 2])
+                engine.held[name].data[: len(tensor) // 2].copy_(tensor[: len(tensor) // 2])
         return [(at, tensor) for at, tensor in piece if at != name]
 
     return take
@@ -477,14 +477,14 @@ def test_a_tensor_that_is_half_loaded(publish: Publish, names: bool) -> None:
 
 def test_values_that_change_after_the_load(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = replica(1)
-    monkeypatch.setattr(ranks[0], "finish", lambda: ranks[0]._tensors[EMBED].add_(1))
+    monkeypatch.setattr(ranks[0], "finish", lambda: ranks[0].held[EMBED].add_(1))
     with pytest.raises(ProofError, match=f"{EMBED} is served with values other than the published ones"):
         load(ranks, publish(weights(1)))
 
 
 def test_a_tensor_that_the_engine_repacks(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = replica(1)
-    served = ranks[0]._tensors
+    served = ranks[0].held
 
     def repack() -> None:
         served["model.norm.weight"] = served["model.norm.weight"].clone()

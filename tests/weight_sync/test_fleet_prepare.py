@@ -26,9 +26,10 @@ from tests.fakes.consumers import (
     distribute,
     newcomer,
     publish,
-    run,
     watched,
 )
+
+pytestmark = pytest.mark.virtual_time
 
 
 def now() -> float:
@@ -36,47 +37,38 @@ def now() -> float:
 
 
 @pytest.mark.parametrize(("turns", "seconds"), [(1, 6.5 + 8 * 3.0), (2, 6.5 + 4 * 3.0), (8, 6.5 + 3.0)])
-def test_eight_consumers_prepare_at_once_and_take_turns_to_commit(turns: int, seconds: float) -> None:
-    async def scenario() -> None:
-        replicas = [Replica(f"r{i}", prepare_s=6.5, load_s=3.0) for i in range(8)]
-        fleet = distribute(*replicas, max_concurrent_loads=turns, load_timeout_s=600.0)
-        for version in range(3):
-            started = now()
-            assert len((await publish(fleet, version)).reports) == 8
-            assert now() - started == pytest.approx(seconds)
-
-    run(scenario)
+async def test_eight_consumers_prepare_at_once_and_take_turns_to_commit(turns: int, seconds: float) -> None:
+    replicas = [Replica(f"r{i}", prepare_s=6.5, load_s=3.0) for i in range(8)]
+    fleet = distribute(*replicas, max_concurrent_loads=turns, load_timeout_s=600.0)
+    for version in range(3):
+        started = now()
+        assert len((await publish(fleet, version)).reports) == 8
+        assert now() - started == pytest.approx(seconds)
 
 
-def test_short_commits_take_no_turns_once_they_are_known() -> None:
-    async def scenario() -> None:
-        replicas = [Replica(f"r{i}", prepare_s=1.0, load_s=SHORT_COMMIT_S) for i in range(8)]
-        replicas[0].loads = ["ok", "ok", "ok", "2"]
-        fleet = Fleet(
-            replicas,
-            lambda line: None,
-            load_timeout_s=60.0,
-            restart_timeout_s=60.0,
-            max_concurrent_loads=partial(concurrent_loads, None),
-        )
-        taken = []
-        for version in range(6):
-            started = now()
-            await publish(fleet, version)
-            taken.append(now() - started)
-        assert taken == pytest.approx([3.0, 1.5, 1.25, 3.0, 1.5, 1.25])
-
-    run(scenario)
+async def test_short_commits_take_no_turns_once_they_are_known() -> None:
+    replicas = [Replica(f"r{i}", prepare_s=1.0, load_s=SHORT_COMMIT_S) for i in range(8)]
+    replicas[0].loads = ["ok", "ok", "ok", "2"]
+    fleet = Fleet(
+        replicas,
+        lambda line: None,
+        load_timeout_s=60.0,
+        restart_timeout_s=60.0,
+        max_concurrent_loads=partial(concurrent_loads, None),
+    )
+    taken = []
+    for version in range(6):
+        started = now()
+        await publish(fleet, version)
+        taken.append(now() - started)
+    assert taken == pytest.approx([3.0, 1.5, 1.25, 3.0, 1.5, 1.25])
 
 
-def test_only_a_commit_takes_a_turn() -> None:
+async def test_only_a_commit_takes_a_turn() -> None:
     log: list[str] = []
 
-    async def scenario() -> None:
-        slow, fast = Replica("slow", log=log, prepare_s=5.0), Replica("fast", log=log, prepare_s=1.0)
-        await publish(distribute(slow, fast), 0)
-
-    run(scenario)
+    slow, fast = Replica("slow", log=log, prepare_s=5.0), Replica("fast", log=log, prepare_s=1.0)
+    await publish(distribute(slow, fast), 0)
     assert log == [
         "slow prepares 0",
         "fast prepares 0",
@@ -88,105 +80,92 @@ def test_only_a_commit_takes_a_turn() -> None:
 
 
 @pytest.mark.parametrize(("what", "seconds"), [("raise", 0.0), ("hang", LOAD_TIMEOUT_S + GRACE_S)])
-def test_one_that_cannot_prepare_is_fenced_and_the_others_do_not_wait(what: str, seconds: float) -> None:
+async def test_one_that_cannot_prepare_is_fenced_and_the_others_do_not_wait(
+    what: str, seconds: float
+) -> None:
     bad, good = Replica("bad", prepares=["ok", what]), Replica("good")
 
-    async def scenario() -> None:
-        fleet = distribute(bad, good)
-        await publish(fleet, 0)
-        started = now()
-        outcome = await publish(fleet, 1)
-        assert (len(outcome.reports), list(outcome.failures)) == (1, ["bad"])
-        assert now() - started == max(seconds, LOAD_S), "a commit runs while the other one prepares"
-        assert (what == "hang") == ("waited 11 s for bad to prepare version 1" in outcome.failures["bad"])
-        await asyncio.sleep(RESTART_S + LOAD_S + 0.1)
-        assert fleet.versions == {"bad": 1, "good": 1}
-
-    run(scenario)
+    fleet = distribute(bad, good)
+    await publish(fleet, 0)
+    started = now()
+    outcome = await publish(fleet, 1)
+    assert (len(outcome.reports), list(outcome.failures)) == (1, ["bad"])
+    assert now() - started == max(seconds, LOAD_S), "a commit runs while the other one prepares"
+    assert (what == "hang") == ("waited 11 s for bad to prepare version 1" in outcome.failures["bad"])
+    await asyncio.sleep(RESTART_S + LOAD_S + 0.1)
+    assert fleet.versions == {"bad": 1, "good": 1}
 
 
-def test_one_that_dies_between_preparation_and_commit_hands_its_turn_on() -> None:
+async def test_one_that_dies_between_preparation_and_commit_hands_its_turn_on() -> None:
     log: list[str] = []
     dies = Replica("dies", log=log, checks=["ok", "raise"])
     others = [Replica(name, log=log, load_s=9.0) for name in ("a", "c")]
 
-    async def scenario() -> None:
-        fleet = distribute(others[0], dies, others[1])
-        watch = watched(fleet)
-        await publish(fleet, 0)
-        dies.checks = ["raise"]
-        log.clear()
-        update = asyncio.create_task(publish(fleet, 1))
-        await asyncio.sleep(0.1)
-        assert fleet.registry.members["dies"].phase is LoadPhase.PREPARED
-        assert list((await update).failures) == ["dies"]
-        assert log == ["a loads 1", "a serves 1", "c loads 1", "c serves 1"]
-        await asyncio.sleep(RESTART_S + 2 * CHECK_EVERY_S + LOAD_S)
-        assert fleet.versions == {"a": 1, "c": 1, "dies": 1}
-        watch.cancel()
-
-    run(scenario)
+    fleet = distribute(others[0], dies, others[1])
+    watch = watched(fleet)
+    await publish(fleet, 0)
+    dies.checks = ["raise"]
+    log.clear()
+    update = asyncio.create_task(publish(fleet, 1))
+    await asyncio.sleep(0.1)
+    assert fleet.registry.members["dies"].phase is LoadPhase.PREPARED
+    assert list((await update).failures) == ["dies"]
+    assert log == ["a loads 1", "a serves 1", "c loads 1", "c serves 1"]
+    await asyncio.sleep(RESTART_S + 2 * CHECK_EVERY_S + LOAD_S)
+    assert fleet.versions == {"a": 1, "c": 1, "dies": 1}
+    watch.cancel()
 
 
-def test_a_newcomer_drops_what_it_prepares_for_a_newer_version() -> None:
+async def test_a_newcomer_drops_what_it_prepares_for_a_newer_version() -> None:
     new = newcomer("new", prepares=["30"], prepare_s=5.0)
 
-    async def scenario() -> None:
-        fleet = distribute(Replica("a"), load_timeout_s=600.0)
-        await publish(fleet, 0)
-        fleet.add(new)
-        await asyncio.sleep(RESTART_S + 1)
-        assert new.log == ["new prepares 0"]
-        started = now()
-        await publish(fleet, 1)
-        assert now() - started == LOAD_S, "it throttles no other"
-        await asyncio.sleep(started + 5.0 + LOAD_S + 0.1 - now())
-        assert fleet.versions == {"a": 1, "new": 1}, "without the rest of the old preparation"
-
-    run(scenario)
+    fleet = distribute(Replica("a"), load_timeout_s=600.0)
+    await publish(fleet, 0)
+    fleet.add(new)
+    await asyncio.sleep(RESTART_S + 1)
+    assert new.log == ["new prepares 0"]
+    started = now()
+    await publish(fleet, 1)
+    assert now() - started == LOAD_S, "it throttles no other"
+    await asyncio.sleep(started + 5.0 + LOAD_S + 0.1 - now())
+    assert fleet.versions == {"a": 1, "new": 1}, "without the rest of the old preparation"
     assert new.log == ["new prepares 0", "new prepares 1", "new loads 1", "new serves 1"]
 
 
-def test_one_that_is_too_slow_to_prepare_catches_up_with_a_newer_version() -> None:
+async def test_one_that_is_too_slow_to_prepare_catches_up_with_a_newer_version() -> None:
     slow = Replica("slow", prepares=["ok", "ok", "500"], prepare_s=1.0)
     late_s = LATE_FACTOR * (1.0 + LOAD_S) + LATE_GRACE_S
 
-    async def scenario() -> None:
-        fleet = distribute(slow, Replica("a", prepare_s=1.0), load_timeout_s=600.0)
-        await publish(fleet, 0)
-        await publish(fleet, 1)
-        started = now()
-        await publish(fleet, 2)
-        assert now() - started == late_s
-        assert fleet.registry.members["slow"].state is ConsumerState.BEHIND
-        assert (slow.working, slow.version) == (False, 1)
-        await publish(fleet, 3)
-        await asyncio.sleep(0.1)
-        assert fleet.versions == {"slow": 3, "a": 3}
-
-    run(scenario)
+    fleet = distribute(slow, Replica("a", prepare_s=1.0), load_timeout_s=600.0)
+    await publish(fleet, 0)
+    await publish(fleet, 1)
+    started = now()
+    await publish(fleet, 2)
+    assert now() - started == late_s
+    assert fleet.registry.members["slow"].state is ConsumerState.BEHIND
+    assert (slow.working, slow.version) == (False, 1)
+    await publish(fleet, 3)
+    await asyncio.sleep(0.1)
+    assert fleet.versions == {"slow": 3, "a": 3}
     assert "slow loads 2" not in slow.log
 
 
 @pytest.mark.parametrize("script", [["hang"], ["8"], ["raise"]])
-def test_memory_is_overwritten_while_a_consumer_only_prepares_from_it(script: list[str]) -> None:
+async def test_memory_is_overwritten_while_a_consumer_only_prepares_from_it(script: list[str]) -> None:
     new = newcomer("new", prepares=list(script), prepare_s=5.0)
 
-    async def scenario() -> None:
-        fleet = distribute(Replica("a"), load_timeout_s=600.0)
-        await publish(fleet, 0)
-        fleet.add(new)
-        await asyncio.sleep(RESTART_S + 1)
-        started = now()
-        await fleet.retire(0)
-        assert now() == started, "what it prepares is never served"
-        await asyncio.sleep(50)
-        assert new.version is None and fleet.fenced == {}
-        await publish(fleet, 1)
-        await asyncio.sleep(10 + LOAD_S)
-        assert fleet.versions == {"a": 1, "new": 1}
-
-    run(scenario)
+    fleet = distribute(Replica("a"), load_timeout_s=600.0)
+    await publish(fleet, 0)
+    fleet.add(new)
+    await asyncio.sleep(RESTART_S + 1)
+    started = now()
+    await fleet.retire(0)
+    assert now() == started, "what it prepares is never served"
+    await asyncio.sleep(50)
+    assert new.version is None and fleet.fenced == {}
+    await publish(fleet, 1)
+    await asyncio.sleep(10 + LOAD_S)
+    assert fleet.versions == {"a": 1, "new": 1}
 
 
 class Checked(Replica):
@@ -214,7 +193,7 @@ OUTCOMES = ["ok", "raise", "hang", "8"]
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize(("prepare", "commit"), list(itertools.product(OUTCOMES, OUTCOMES)))
 @pytest.mark.parametrize("gap_s", [0.0, 1.0, 3.0, 9.0, 20.0])
-def test_after_any_prepare_and_any_commit_the_newest_version_is_served(
+async def test_after_any_prepare_and_any_commit_the_newest_version_is_served(
     prepare: str, commit: str, gap_s: float, joins: bool
 ) -> None:
     """Every combination of ends, at updates that overtake each part of a load."""
@@ -227,60 +206,49 @@ def test_after_any_prepare_and_any_commit_the_newest_version_is_served(
     )
     others = [Checked(name, prepare_s=2.0) for name in "ab"]
 
-    async def scenario() -> None:
-        fleet = distribute(*others, *([] if joins else [odd]))
-        for replica in (*others, odd):
-            replica.fleet = fleet
-        watch = watched(fleet)
-        await publish(fleet, 0)
-        if joins:
-            fleet.add(odd)
-            await asyncio.sleep(RESTART_S)
-        for version in range(1, 6):
-            started = now()
-            await publish(fleet, version)
-            bound = LOAD_TIMEOUT_S + GRACE_S
-            assert now() - started <= 2 * bound + 3 * LOAD_S, "each part of a load has a deadline"
-            assert all(one.version == version for one in (*others, odd) if one.working)
-            await asyncio.sleep(gap_s)
-            await fleet.retire(version - 1)
-        await asyncio.sleep(300)
-        assert Checked.most_commits == 1
-        fails = joins and {prepare, commit} & {"raise", "hang"}
-        if not fails:
-            assert fleet.versions == {"a": 5, "b": 5, "odd": 5}
-        elif "odd" not in fleet.versions:
-            assert odd.log[-1] == "odd is gone", "it has never worked"
-        assert not watch.done()
-        watch.cancel()
-
-    run(scenario)
+    fleet = distribute(*others, *([] if joins else [odd]))
+    for replica in (*others, odd):
+        replica.fleet = fleet
+    watch = watched(fleet)
+    await publish(fleet, 0)
+    if joins:
+        fleet.add(odd)
+        await asyncio.sleep(RESTART_S)
+    for version in range(1, 6):
+        started = now()
+        await publish(fleet, version)
+        bound = LOAD_TIMEOUT_S + GRACE_S
+        assert now() - started <= 2 * bound + 3 * LOAD_S, "each part of a load has a deadline"
+        assert all(one.version == version for one in (*others, odd) if one.working)
+        await asyncio.sleep(gap_s)
+        await fleet.retire(version - 1)
+    await asyncio.sleep(300)
+    assert Checked.most_commits == 1
+    fails = joins and {prepare, commit} & {"raise", "hang"}
+    if not fails:
+        assert fleet.versions == {"a": 5, "b": 5, "odd": 5}
+    elif "odd" not in fleet.versions:
+        assert odd.log[-1] == "odd is gone", "it has never worked"
+    assert not watch.done()
+    watch.cancel()
 
 
-def test_a_commit_that_hangs_at_the_first_version_ends_the_run_with_its_name() -> None:
-    async def scenario() -> None:
-        with pytest.raises(WaitTimeout, match="waited 11 s for a to load version 0; a does not respond"):
-            await publish(distribute(Replica("a", loads=["hang"])), 0)
-        with pytest.raises(WaitTimeout, match="waited 11 s for a to prepare version 0; a does not respond"):
-            await publish(distribute(Replica("a", prepares=["hang"])), 0)
-        with pytest.raises(ProofError, match="a: other values"):
-            await publish(distribute(Replica("a", prepares=["raise"])), 0)
-
-    run(scenario)
+async def test_a_commit_that_hangs_at_the_first_version_ends_the_run_with_its_name() -> None:
+    with pytest.raises(WaitTimeout, match="waited 11 s for a to load version 0; a does not respond"):
+        await publish(distribute(Replica("a", loads=["hang"])), 0)
+    with pytest.raises(WaitTimeout, match="waited 11 s for a to prepare version 0; a does not respond"):
+        await publish(distribute(Replica("a", prepares=["hang"])), 0)
+    with pytest.raises(ProofError, match="a: other values"):
+        await publish(distribute(Replica("a", prepares=["raise"])), 0)
 
 
-def test_a_wait_names_what_each_consumer_does() -> None:
-    async def scenario() -> None:
-        fleet = distribute(
-            Replica("a", prepare_s=1.0), Replica("b", prepare_s=1.0), Replica("c", prepare_s=5.0)
-        )
-        update = asyncio.create_task(
-            fleet.publish(WeightTicket(version=7, board="b", pid=1, num_bytes=8, gather_s=0.1))
-        )
-        await asyncio.sleep(2)
-        assert fleet._hold_ups() == (
-            "a loads version 7; b waits for its turn to load version 7; c prepares version 7"
-        )
-        await update
-
-    run(scenario)
+async def test_a_wait_names_what_each_consumer_does() -> None:
+    fleet = distribute(Replica("a", prepare_s=1.0), Replica("b", prepare_s=1.0), Replica("c", prepare_s=5.0))
+    update = asyncio.create_task(
+        fleet.publish(WeightTicket(version=7, board="b", pid=1, num_bytes=8, gather_s=0.1))
+    )
+    await asyncio.sleep(2)
+    assert fleet.hold_ups() == (
+        "a loads version 7; b waits for its turn to load version 7; c prepares version 7"
+    )
+    await update

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -71,22 +72,20 @@ def nothing_is_left() -> Iterator[None]:
     assert not list(SHM_DIR.glob(f"{PREFIX}*-{os.getpid()}-*"))
 
 
-def run(main: Callable[[HostMemory], Any], alive: Callable[[Reader], bool] = lambda reader: True) -> None:
-    async def with_memory() -> None:
-        memory = HostMemory("here", alive)
-        try:
-            await main(memory)
-        finally:
-            await memory.close()
-
-    asyncio.run(with_memory())
+@asynccontextmanager
+async def fresh_memory(alive: Callable[[Reader], bool] = lambda reader: True) -> AsyncIterator[HostMemory]:
+    memory = HostMemory("here", alive)
+    try:
+        yield memory
+    finally:
+        await memory.close()
 
 
 # Receiving.
 
 
-def test_any_number_of_processes_get_a_version_that_travels_once() -> None:
-    async def main(memory: HostMemory) -> None:
+async def test_any_number_of_processes_get_a_version_that_travels_once() -> None:
+    async with fresh_memory() as memory:
         trainer = Trainer(1)
         trainer.open.clear()
         pending = [asyncio.ensure_future(memory.fetch(request(trainer), r)) for r in (FIRST, SECOND)]
@@ -98,11 +97,9 @@ def test_any_number_of_processes_get_a_version_that_travels_once() -> None:
         assert set(trainer.sent.values()) == {1} and len(trainer.sent) == len(SIZES)
         assert memory.status().received == 1
 
-    run(main)
 
-
-def test_two_versions_are_kept_in_the_memory_of_two() -> None:
-    async def main(memory: HostMemory) -> None:
+async def test_two_versions_are_kept_in_the_memory_of_two() -> None:
+    async with fresh_memory() as memory:
         for version in range(5):
             for reader in (FIRST, SECOND):
                 local = await memory.fetch(request(Trainer(version)), reader)
@@ -112,11 +109,9 @@ def test_two_versions_are_kept_in_the_memory_of_two() -> None:
         assert status.num_bytes == 2 * sum(SIZES)
         assert status.verdicts == {BucketVerdict.ACCEPTED: 5 * len(SIZES)}
 
-    run(main)
 
-
-def test_a_version_that_is_read_is_not_overwritten_until_it_is_released() -> None:
-    async def main(memory: HostMemory) -> None:
+async def test_a_version_that_is_read_is_not_overwritten_until_it_is_released() -> None:
+    async with fresh_memory() as memory:
         old = await memory.fetch(request(Trainer(1)), FIRST)
         await memory.fetch(request(Trainer(2)), SECOND)
         waiting = asyncio.ensure_future(memory.fetch(request(Trainer(3)), SECOND))
@@ -125,11 +120,9 @@ def test_a_version_that_is_read_is_not_overwritten_until_it_is_released() -> Non
         memory.release(FIRST, 1)
         assert read(await waiting) == whole(3)
 
-    run(main)
 
-
-def test_a_reader_that_does_not_finish_is_named() -> None:
-    async def main(memory: HostMemory) -> None:
+async def test_a_reader_that_does_not_finish_is_named() -> None:
+    async with fresh_memory() as memory:
         await memory.fetch(request(Trainer(1)), FIRST)
         await memory.fetch(request(Trainer(2)), SECOND)
         with pytest.raises(WaitTimeout, match=r"versions being read: \{1: \['replica 0'\]\}"):
@@ -137,24 +130,23 @@ def test_a_reader_that_does_not_finish_is_named() -> None:
         memory.release(FIRST, 1)
         assert read(await memory.fetch(request(Trainer(3)), SECOND)) == whole(3)
 
-    run(main)
-
 
 def test_the_lease_of_a_dead_process_ends() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     reader = Reader("replica 0", process.pid, psutil.Process(process.pid).create_time())
 
-    async def main(memory: HostMemory) -> None:
-        await memory.fetch(request(Trainer(1)), reader)
-        await memory.fetch(request(Trainer(2)), SECOND)
-        waiting = asyncio.ensure_future(memory.fetch(request(Trainer(3)), SECOND))
-        await asyncio.wait({waiting}, timeout=2 * host_memory.LEASE_POLL_S)
-        assert not waiting.done()
-        process.kill()  # It stays a zombie.
-        assert read(await waiting) == whole(3)
+    async def main() -> None:
+        async with fresh_memory(runs) as memory:
+            await memory.fetch(request(Trainer(1)), reader)
+            await memory.fetch(request(Trainer(2)), SECOND)
+            waiting = asyncio.ensure_future(memory.fetch(request(Trainer(3)), SECOND))
+            await asyncio.wait({waiting}, timeout=2 * host_memory.LEASE_POLL_S)
+            assert not waiting.done()
+            process.kill()  # It stays a zombie.
+            assert read(await waiting) == whole(3)
 
     try:
-        run(main, runs)
+        asyncio.run(main())
     finally:
         process.communicate()
     assert not runs(reader)
@@ -162,8 +154,8 @@ def test_the_lease_of_a_dead_process_ends() -> None:
     assert runs(this_process("a test"))
 
 
-def test_a_failed_version_leaves_the_others_and_can_be_requested_again() -> None:
-    async def main(memory: HostMemory) -> None:
+async def test_a_failed_version_leaves_the_others_and_can_be_requested_again() -> None:
+    async with fresh_memory() as memory:
         kept = await memory.fetch(request(Trainer(1)), FIRST)
         broken = Trainer(2, lambda bucket, attempt, data: bytes(len(data)))
         with pytest.raises(
@@ -173,11 +165,9 @@ def test_a_failed_version_leaves_the_others_and_can_be_requested_again() -> None
         assert read(kept) == whole(1) and memory.status().versions == [1]
         assert read(await memory.fetch(request(Trainer(2)), SECOND)) == whole(2)
 
-    run(main)
 
-
-def test_the_work_continues_if_the_process_that_asked_for_it_dies() -> None:
-    async def main(memory: HostMemory) -> None:
+async def test_the_work_continues_if_the_process_that_asked_for_it_dies() -> None:
+    async with fresh_memory() as memory:
         trainer = Trainer(1)
         trainer.open.clear()
         dying = asyncio.ensure_future(memory.fetch(request(trainer), FIRST))
@@ -188,13 +178,11 @@ def test_the_work_continues_if_the_process_that_asked_for_it_dies() -> None:
         assert read(await waiting) == whole(1)
         assert set(trainer.sent.values()) == {1}
 
-    run(main)
-
 
 # The trainer's host.
 
 
-def test_the_trainers_host_maps_its_memory_and_checks_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_trainers_host_maps_its_memory_and_checks_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
     checksum = Segment.checksum
 
@@ -202,7 +190,7 @@ def test_the_trainers_host_maps_its_memory_and_checks_it_once(monkeypatch: pytes
         checked.append(segment.name)
         return checksum(segment, nbytes)
 
-    async def main(memory: HostMemory) -> None:
+    async with fresh_memory() as memory:
         writer = ArenaWriter(4096, 2, None)
         try:
             for version in range(3):
@@ -221,15 +209,13 @@ def test_the_trainers_host_maps_its_memory_and_checks_it_once(monkeypatch: pytes
             writer.close()
         assert memory.status().num_bytes == 0
 
-    run(main)
 
-
-def test_a_bucket_that_stays_corrupt_on_the_trainers_host_is_an_error(
+async def test_a_bucket_that_stays_corrupt_on_the_trainers_host_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_memory, "READ_AGAIN_S", 0.0)
 
-    async def main(memory: HostMemory) -> None:
+    async with fresh_memory() as memory:
         writer = ArenaWriter(4096, 2, None)
         try:
             on_host = msgspec.structs.replace(writer.gather(0, [("w", torch.ones(9))]), host="here")
@@ -243,8 +229,6 @@ def test_a_bucket_that_stays_corrupt_on_the_trainers_host_is_an_error(
             segment.close()
         finally:
             writer.close()
-
-    run(main)
 
 
 def test_reading_again_helps_if_the_bytes_are_right_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,8 +332,8 @@ def test_every_host_gets_every_version_if_relays_fail(data: st.DataObject) -> No
     asyncio.run(distributed(receivers, [host.name for host in receivers], versions=3))
 
 
-def test_a_version_that_is_sent_is_not_overwritten_meanwhile() -> None:
-    async def main(memory: HostMemory) -> None:
+async def test_a_version_that_is_sent_is_not_overwritten_meanwhile() -> None:
+    async with fresh_memory() as memory:
         for version in (1, 2):
             await memory.fetch(request(Trainer(version)), FIRST)
         memory.release(FIRST, 2)
@@ -359,13 +343,9 @@ def test_a_version_that_is_sent_is_not_overwritten_meanwhile() -> None:
             assert not waiting.done() and bytes(data) == payload(1, 0, SIZES[0])
         await waiting
 
-    run(main)
 
-
-def test_a_bucket_that_does_not_exist_is_an_error() -> None:
-    async def main(memory: HostMemory) -> None:
+async def test_a_bucket_that_does_not_exist_is_an_error() -> None:
+    async with fresh_memory() as memory:
         with pytest.raises(WeightSyncError, match="v1 has no bucket 9 of share 0"):
             async with memory.lend(request(Trainer(1)), Bucket(0, 9)):
                 pass
-
-    run(main)

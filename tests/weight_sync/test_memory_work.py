@@ -77,13 +77,13 @@ def test_conjugated_and_negated_views_are_copied_as_values() -> None:
 
 def test_large_blocks_of_the_same_type_are_not_copied_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     by_torch: list[int] = []
-    plain = memory_work._copy_by_torch
+    plain = torch._foreach_copy_
 
     def counted(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         by_torch.append(len(targets))
         plain(targets, sources)
 
-    monkeypatch.setattr(memory_work, "_copy_by_torch", counted)
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
     whole = torch.zeros(300, 2)
     copy_all([whole[:299], whole[299:, :1]], [torch.ones(299, 2), torch.ones(1, 1, dtype=torch.bfloat16)])
     assert sum(by_torch) == 1, "the cast alone"

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import CorruptionError, WeightSyncError
 from recipe.async_pipeline.weight_sync.preparation import Preparation, to_the_end
+
+pytestmark = pytest.mark.virtual_time
 
 Work = Callable[[], Coroutine[Any, Any, str]]
 
@@ -40,91 +41,73 @@ class Works:
         return work
 
 
-def test_what_is_prepared_can_be_taken_until_it_is_dropped() -> None:
-    async def scenario() -> None:
-        one, works = Preparation[str]("replica 0"), Works()
-        refused = "replica 0 cannot load v4, which it has not prepared; prepare it first"
-        with pytest.raises(WeightSyncError, match=refused):
-            one.prepared(4)
-        preparing = asyncio.create_task(one.prepare(4, works.of(4)))
-        await asyncio.sleep(5)
-        with pytest.raises(WeightSyncError, match=refused):
-            one.prepared(4)
-        await preparing
-        assert one.prepared(4) == one.prepared(4) == "v4"
-        with pytest.raises(WeightSyncError, match="load v3, which it has not prepared"):
-            one.prepared(3)
-        one.drop()
-        with pytest.raises(WeightSyncError, match=refused):
-            one.prepared(4)
-
-    run_virtual(scenario())
+async def test_what_is_prepared_can_be_taken_until_it_is_dropped() -> None:
+    one, works = Preparation[str]("replica 0"), Works()
+    refused = "replica 0 cannot load v4, which it has not prepared; prepare it first"
+    with pytest.raises(WeightSyncError, match=refused):
+        one.prepared(4)
+    preparing = asyncio.create_task(one.prepare(4, works.of(4)))
+    await asyncio.sleep(5)
+    with pytest.raises(WeightSyncError, match=refused):
+        one.prepared(4)
+    await preparing
+    assert one.prepared(4) == one.prepared(4) == "v4"
+    with pytest.raises(WeightSyncError, match="load v3, which it has not prepared"):
+        one.prepared(3)
+    one.drop()
+    with pytest.raises(WeightSyncError, match=refused):
+        one.prepared(4)
 
 
-def test_a_version_is_prepared_once_for_two_calls() -> None:
-    async def scenario() -> None:
-        one, works = Preparation[str]("replica 0"), Works()
-        await asyncio.gather(one.prepare(4, works.of(4)), one.prepare(4, works.of(4)))
+async def test_a_version_is_prepared_once_for_two_calls() -> None:
+    one, works = Preparation[str]("replica 0"), Works()
+    await asyncio.gather(one.prepare(4, works.of(4)), one.prepare(4, works.of(4)))
+    await one.prepare(4, works.of(4))
+    assert works.log == ["4 begins", "4 is ready"]
+
+
+async def test_a_newer_version_takes_the_place_of_an_older_one_once_that_has_ended() -> None:
+    one, works = Preparation[str]("replica 0"), Works()
+    older = asyncio.create_task(one.prepare(4, works.of(4, cleanup_s=3.0)))
+    await asyncio.sleep(1)
+    await one.prepare(5, works.of(5))
+    with pytest.raises(WeightSyncError, match="v4 was replaced by v5 during its preparation"):
+        await older
+    assert works.log == ["4 begins", "4 ends early", "5 begins", "5 is ready"]
+    assert asyncio.get_running_loop().time() == 14
+    assert one.prepared(5) == "v5"
+    with pytest.raises(WeightSyncError, match="replica 0 prepares v5 and was offered v4"):
         await one.prepare(4, works.of(4))
-        assert works.log == ["4 begins", "4 is ready"]
-
-    run_virtual(scenario())
 
 
-def test_a_newer_version_takes_the_place_of_an_older_one_once_that_has_ended() -> None:
-    async def scenario() -> None:
-        one, works = Preparation[str]("replica 0"), Works()
-        older = asyncio.create_task(one.prepare(4, works.of(4, cleanup_s=3.0)))
-        await asyncio.sleep(1)
-        await one.prepare(5, works.of(5))
-        with pytest.raises(WeightSyncError, match="v4 was replaced by v5 during its preparation"):
-            await older
-        assert works.log == ["4 begins", "4 ends early", "5 begins", "5 is ready"]
-        assert asyncio.get_running_loop().time() == 14
-        assert one.prepared(5) == "v5"
-        with pytest.raises(WeightSyncError, match="replica 0 prepares v5 and was offered v4"):
-            await one.prepare(4, works.of(4))
-
-    run_virtual(scenario())
+async def test_a_prepared_version_that_was_never_committed_is_replaced() -> None:
+    one, works = Preparation[str]("replica 0"), Works()
+    await one.prepare(4, works.of(4))
+    preparing = asyncio.create_task(one.prepare(5, works.of(5)))
+    await asyncio.sleep(1)
+    with pytest.raises(WeightSyncError, match="load v4, which it has not prepared"):
+        one.prepared(4)
+    await preparing
+    assert one.prepared(5) == "v5"
 
 
-def test_a_prepared_version_that_was_never_committed_is_replaced() -> None:
-    async def scenario() -> None:
-        one, works = Preparation[str]("replica 0"), Works()
-        await one.prepare(4, works.of(4))
-        preparing = asyncio.create_task(one.prepare(5, works.of(5)))
-        await asyncio.sleep(1)
-        with pytest.raises(WeightSyncError, match="load v4, which it has not prepared"):
-            one.prepared(4)
-        await preparing
-        assert one.prepared(5) == "v5"
-
-    run_virtual(scenario())
+async def test_a_preparation_outlives_a_caller_that_is_gone() -> None:
+    one, works = Preparation[str]("replica 0"), Works()
+    caller = asyncio.create_task(one.prepare(4, works.of(4)))
+    await asyncio.sleep(1)
+    caller.cancel()
+    await one.prepare(4, works.of(4))
+    assert works.log == ["4 begins", "4 is ready"]
 
 
-def test_a_preparation_outlives_a_caller_that_is_gone() -> None:
-    async def scenario() -> None:
-        one, works = Preparation[str]("replica 0"), Works()
-        caller = asyncio.create_task(one.prepare(4, works.of(4)))
-        await asyncio.sleep(1)
-        caller.cancel()
-        await one.prepare(4, works.of(4))
-        assert works.log == ["4 begins", "4 is ready"]
-
-    run_virtual(scenario())
-
-
-def test_a_preparation_that_failed_can_be_repeated() -> None:
-    async def scenario() -> None:
-        one, works = Preparation[str]("replica 0"), Works()
-        with pytest.raises(CorruptionError, match="bucket 1"):
-            await one.prepare(4, works.of(4, CorruptionError("bucket 1")))
-        with pytest.raises(WeightSyncError, match="load v4, which it has not prepared"):
-            one.prepared(4)
-        await one.prepare(4, works.of(4))
-        assert one.prepared(4) == "v4"
-
-    run_virtual(scenario())
+async def test_a_preparation_that_failed_can_be_repeated() -> None:
+    one, works = Preparation[str]("replica 0"), Works()
+    with pytest.raises(CorruptionError, match="bucket 1"):
+        await one.prepare(4, works.of(4, CorruptionError("bucket 1")))
+    with pytest.raises(WeightSyncError, match="load v4, which it has not prepared"):
+        one.prepared(4)
+    await one.prepare(4, works.of(4))
+    assert one.prepared(4) == "v4"
 
 
 def test_a_thread_is_waited_for_although_its_caller_is_cancelled() -> None:

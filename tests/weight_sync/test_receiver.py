@@ -275,22 +275,19 @@ def test_several_buckets_are_on_their_way_at_once(slot: Slot) -> None:
     assert max(asyncio.run(main())) == IN_FLIGHT
 
 
-def test_a_bucket_that_is_here_can_be_sent_on_before_the_version_is_complete(slot: Slot) -> None:
-    async def main() -> None:
-        incoming = Incoming([manifest(3)], slot)
-        first, last = Bucket(0, 0), Bucket(0, 2)
-        waiting = asyncio.ensure_future(incoming.arrived(last))
-        incoming.accept(header_of(manifest(3), 0), payload(3, 0, SIZES[0]))
-        await incoming.arrived(first)
-        assert incoming.header(first) == header_of(manifest(3), 0)
-        assert bytes(incoming.payload(first)) == payload(3, 0, SIZES[0])
-        incoming.notify(ConnectionError("the other host is gone"))
-        with pytest.raises(WeightSyncError, match="v3 did not arrive: the other host is gone"):
-            await waiting
-        with pytest.raises(WeightSyncError, match="v3 has no bucket 7 of share 0"):
-            await incoming.arrived(Bucket(0, 7))
-
-    asyncio.run(main())
+async def test_a_bucket_that_is_here_can_be_sent_on_before_the_version_is_complete(slot: Slot) -> None:
+    incoming = Incoming([manifest(3)], slot)
+    first, last = Bucket(0, 0), Bucket(0, 2)
+    waiting = asyncio.ensure_future(incoming.arrived(last))
+    incoming.accept(header_of(manifest(3), 0), payload(3, 0, SIZES[0]))
+    await incoming.arrived(first)
+    assert incoming.header(first) == header_of(manifest(3), 0)
+    assert bytes(incoming.payload(first)) == payload(3, 0, SIZES[0])
+    incoming.notify(ConnectionError("the other host is gone"))
+    with pytest.raises(WeightSyncError, match="v3 did not arrive: the other host is gone"):
+        await waiting
+    with pytest.raises(WeightSyncError, match="v3 has no bucket 7 of share 0"):
+        await incoming.arrived(Bucket(0, 7))
 
 
 def test_a_second_copy_does_not_overwrite_one_that_is_being_checked(slot: Slot) -> None:

@@ -7,13 +7,17 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import StagingError, WeightSyncError
+from recipe.async_pipeline.weight_sync.board import Board
 from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR
 from recipe.async_pipeline.weight_sync.staging import POLL_S, StagingBoard, await_staged
+
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture
@@ -28,29 +32,23 @@ def names(boards: list[StagingBoard]) -> list[str]:
     return [board.name for board in boards]
 
 
-def test_a_version_is_staged_once_every_rank_says_so(boards: list[StagingBoard]) -> None:
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        for board, at in zip(boards, (2.0, 5.0), strict=True):
-            board.post(3, None)  # of the version before
-            loop.call_later(at, board.post, 4, None)
-        await await_staged(names(boards), 4)
-        assert 5.0 - POLL_S < loop.time() < 5.0 + 2 * POLL_S
-
-    run_virtual(scenario())
+async def test_a_version_is_staged_once_every_rank_says_so(boards: list[StagingBoard]) -> None:
+    loop = asyncio.get_running_loop()
+    for board, at in zip(boards, (2.0, 5.0), strict=True):
+        board.post(3, None)  # of the version before
+        loop.call_later(at, board.post, 4, None)
+    await await_staged(names(boards), 4)
+    assert 5.0 - POLL_S < loop.time() < 5.0 + 2 * POLL_S
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_error_of_any_rank_reaches_the_server(boards: list[StagingBoard], rank: int) -> None:
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        boards[rank].post(4, MemoryError("the device is full"))
-        loop.call_later(2.0, boards[1 - rank].post, 4, None)
-        with pytest.raises(StagingError, match="MemoryError: the device is full"):
-            await await_staged(names(boards), 4)
-        assert loop.time() > 2.0 - POLL_S, "no rank copies any more"
-
-    run_virtual(scenario())
+async def test_the_error_of_any_rank_reaches_the_server(boards: list[StagingBoard], rank: int) -> None:
+    loop = asyncio.get_running_loop()
+    boards[rank].post(4, MemoryError("the device is full"))
+    loop.call_later(2.0, boards[1 - rank].post, 4, None)
+    with pytest.raises(StagingError, match="MemoryError: the device is full"):
+        await await_staged(names(boards), 4)
+    assert loop.time() > 2.0 - POLL_S, "no rank copies any more"
 
 
 def test_a_newer_version_ends_the_wait(boards: list[StagingBoard]) -> None:
@@ -59,20 +57,18 @@ def test_a_newer_version_ends_the_wait(boards: list[StagingBoard]) -> None:
         run_virtual(await_staged(names(boards), 4))
 
 
-def test_a_cleared_board_announces_nothing(boards: list[StagingBoard]) -> None:
-    async def scenario() -> None:
-        boards[0].post(4, MemoryError("the device is full"))
-        boards[0].clear()
-        asyncio.get_running_loop().call_later(1.0, boards[0].post, 4, None)
-        await await_staged(names(boards[:1]), 4)
-
-    run_virtual(scenario())
+async def test_a_cleared_board_announces_nothing(boards: list[StagingBoard]) -> None:
+    boards[0].post(4, MemoryError("the device is full"))
+    boards[0].clear()
+    asyncio.get_running_loop().call_later(1.0, boards[0].post, 4, None)
+    await await_staged(names(boards[:1]), 4)
 
 
-def test_foreign_bytes_are_refused(boards: list[StagingBoard]) -> None:
-    boards[0]._board.post(b"\xc1")
-    with pytest.raises(WeightSyncError, match="not an announcement of a staged version"):
-        run_virtual(await_staged(names(boards), 4))
+def test_foreign_bytes_are_refused() -> None:
+    with closing(Board()) as board:
+        board.post(b"\xc1")
+        with pytest.raises(WeightSyncError, match="not an announcement of a staged version"):
+            run_virtual(await_staged([board.name], 4))
 
 
 ENGINE = """

@@ -58,22 +58,20 @@ def test_a_bucket_that_came_broken_twice_comes_from_the_root() -> None:
 
 
 @pytest.mark.parametrize("state", ["lost", "hangs"])
-def test_a_relay_that_disappears_is_not_asked_again(state: str) -> None:
+@pytest.mark.virtual_time
+async def test_a_relay_that_disappears_is_not_asked_again(state: str) -> None:
     root, parent = Host("root"), Host("parent")
 
-    async def main() -> float:
-        relayed, loop = Relayed(root, parent), asyncio.get_running_loop()
-        assert (await relayed.bucket(FIRST, 0))[1] == "parent"
-        parent.state = state
-        # Both are on their way when it disappears.
-        came = await asyncio.gather(relayed.bucket(FIRST, 0), relayed.bucket(SECOND, 0))
-        assert [payload for _, payload in came] == ["root", "root"]
-        took, requested = loop.time(), len(parent.requested)
-        assert (await relayed.bucket(SECOND, 0))[1] == "root"
-        assert len(parent.requested) == requested
-        return took
-
-    assert run_virtual(main()) == (RELAY_S if state == "hangs" else 0.0)
+    relayed, loop = Relayed(root, parent), asyncio.get_running_loop()
+    assert (await relayed.bucket(FIRST, 0))[1] == "parent"
+    parent.state = state
+    # Both are on their way when it disappears.
+    came = await asyncio.gather(relayed.bucket(FIRST, 0), relayed.bucket(SECOND, 0))
+    assert [payload for _, payload in came] == ["root", "root"]
+    took, requested = loop.time(), len(parent.requested)
+    assert (await relayed.bucket(SECOND, 0))[1] == "root"
+    assert len(parent.requested) == requested
+    assert took == (RELAY_S if state == "hangs" else 0.0)
 
 
 def test_the_error_of_the_root_propagates() -> None:

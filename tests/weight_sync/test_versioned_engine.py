@@ -24,6 +24,8 @@ from tests.fakes.async_llm import AsyncLLM, RejectingAsyncLLM, Retryable
 from tests.fakes.timed_engine import LOG_PROB, PROMPT, Answer, PlainEngine
 from tests.fakes.tokenizer_manager import LaterTokenizerManager, TokenizerManager
 
+pytestmark = pytest.mark.virtual_time
+
 ENGINES: list[Any] = [AsyncLLM, RejectingAsyncLLM, TokenizerManager, LaterTokenizerManager, PlainEngine]
 each_engine = pytest.mark.parametrize("engine_class", ENGINES, ids=lambda engine: engine.__name__)
 
@@ -35,11 +37,12 @@ async def answer(
     after: float = 0.0,
     seed: int | None = None,
     session: int | None = None,
+    form: dict[str, str] | None = None,
 ) -> tuple[Answer, list[tuple[int, int]]]:
     """A response and its spans."""
     await asyncio.sleep(after)
     with recorded_spans(session) as spans:
-        said = await engine.ask(name, tokens, seed)
+        said = await engine.ask(name, tokens, seed, form)
     return said, [(version, start) for version, start in spans]
 
 
@@ -125,13 +128,18 @@ def test_spans_are_what_the_tokens_say(
 
 
 def run_two_versions(
-    engine: Any, in_flight: str, tokens: int = 6, load_at: float = 2.5, seed: int | None = None
+    engine: Any,
+    in_flight: str,
+    tokens: int = 6,
+    load_at: float = 2.5,
+    seed: int | None = None,
+    form: dict[str, str] | None = None,
 ) -> tuple[Answer, list[tuple[int, int]], tuple[Any, int]]:
     async def main() -> tuple[Answer, list[tuple[int, int]], tuple[Any, int]]:
         versioned = engine.serve_versions()
         await versioned.load(0, engine.loading(0, 0.0), in_flight)
         clock = asyncio.create_task(engine.run())
-        asked = asyncio.create_task(answer(engine, "r", tokens, seed=seed))
+        asked = asyncio.create_task(answer(engine, "r", tokens, seed=seed, form=form))
         await asyncio.sleep(load_at)
         loaded = await versioned.load(1, engine.loading(1, 0.0), in_flight)
         said, spans = await asked
@@ -163,6 +171,19 @@ def test_abort_starts_again_from_what_there_is(engine_class: Any) -> None:
 
 
 @each_engine
+@pytest.mark.parametrize(("policy", "spans"), [("abort", [(1, 0)]), ("keep", [(0, 0), (1, 2)])])
+def test_a_response_that_must_have_a_form_begins_again(
+    engine_class: Any, policy: str, spans: list[tuple[int, int]]
+) -> None:
+    """A grammar begins with the first token of a request, so a continuation would have the form again."""
+    engine = engine_class()
+    said, found, _ = run_two_versions(engine, policy, form={"json": "{}"})
+    assert (found, len(said.token_ids)) == (spans, 6)
+    assert [sent.prompt for sent in engine.sent] == [PROMPT] * len(engine.sent)
+    assert {sent.max_tokens for sent in engine.sent} == {6}
+
+
+@each_engine
 def test_drain_waits(engine_class: Any) -> None:
     engine = engine_class()
     _, spans, _ = run_two_versions(engine, "drain")
@@ -189,42 +210,36 @@ def test_the_rest_of_a_seeded_response_does_not_repeat_its_random_numbers(
 
 @each_engine
 @pytest.mark.parametrize("reuse", [False, True])
-def test_prefixes_of_other_versions_are_hit_only_if_they_may(engine_class: Any, reuse: bool) -> None:
+async def test_prefixes_of_other_versions_are_hit_only_if_they_may(engine_class: Any, reuse: bool) -> None:
     engine = engine_class()
 
-    async def main() -> list[bool]:
-        versioned = engine.serve_versions()
-        clock = asyncio.create_task(engine.run())
-        shared = []
-        for version in range(2):
-            await versioned.load(version, engine.loading(version, 0.0), "keep", reuse_prefixes=reuse)
-            shared.append(versioned.salts(version + 1) is None)
-            await answer(engine, f"r{version}", 2)
-        clock.cancel()
-        return shared
-
-    assert run_virtual(main()) == [reuse, reuse]
+    versioned = engine.serve_versions()
+    clock = asyncio.create_task(engine.run())
+    shared = []
+    for version in range(2):
+        await versioned.load(version, engine.loading(version, 0.0), "keep", reuse_prefixes=reuse)
+        shared.append(versioned.salts(version + 1) is None)
+        await answer(engine, f"r{version}", 2)
+    clock.cancel()
+    assert shared == [reuse, reuse]
     first, second = (sent.salt for sent in engine.sent)
     assert (first == second) == reuse
 
 
 @each_engine
-def test_a_session_uses_its_own_prefixes_only(engine_class: Any) -> None:
+async def test_a_session_uses_its_own_prefixes_only(engine_class: Any) -> None:
     engine = engine_class()
 
-    async def main() -> None:
-        versioned = engine.serve_versions()
-        clock = asyncio.create_task(engine.run())
-        for version in range(3):
-            await versioned.load(version, engine.loading(version, 0.0), "keep", reuse_prefixes="session")
-            await answer(engine, f"first of {version}", 2)
-            for began in range(version + 1):
-                await answer(engine, f"of {began}, later, {version}", 2, session=began)
-        await versioned.load(3, engine.loading(3, 0.0), "keep")
-        await answer(engine, "of 0, no longer", 2, session=0)
-        clock.cancel()
-
-    run_virtual(main())
+    versioned = engine.serve_versions()
+    clock = asyncio.create_task(engine.run())
+    for version in range(3):
+        await versioned.load(version, engine.loading(version, 0.0), "keep", reuse_prefixes="session")
+        await answer(engine, f"first of {version}", 2)
+        for began in range(version + 1):
+            await answer(engine, f"of {began}, later, {version}", 2, session=began)
+    await versioned.load(3, engine.loading(3, 0.0), "keep")
+    await answer(engine, "of 0, no longer", 2, session=0)
+    clock.cancel()
     salts = [sent.salt for sent in engine.sent]
     assert salts == ["v0", "v0", "v1", "v0", "v1", "v2", "v0", "v1", "v2", "v3"]
 
@@ -235,21 +250,18 @@ def test_a_request_that_waited_during_a_load_begins_with_the_new_version() -> No
 
 
 @each_engine
-def test_unrecorded_requests_pass_through(engine_class: Any) -> None:
+async def test_unrecorded_requests_pass_through(engine_class: Any) -> None:
     engine = engine_class()
 
-    async def main() -> str | None:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), "abort")
-        clock = asyncio.create_task(engine.run())
-        asked = asyncio.create_task(engine.ask("p", 9))
-        await asyncio.sleep(1.5)
-        await versioned.load(1, engine.loading(1, 0.0), "abort")
-        said: Answer = await asked
-        clock.cancel()
-        return said.reason
-
-    assert run_virtual(main()) == "abort"
+    versioned = engine.serve_versions()
+    await versioned.load(0, engine.loading(0, 0.0), "abort")
+    clock = asyncio.create_task(engine.run())
+    asked = asyncio.create_task(engine.ask("p", 9))
+    await asyncio.sleep(1.5)
+    await versioned.load(1, engine.loading(1, 0.0), "abort")
+    said: Answer = await asked
+    clock.cancel()
+    assert said.reason == "abort"
     assert engine.sent[0].salt == "v0"
 
 
@@ -288,25 +300,22 @@ def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(
 @each_engine
 @pytest.mark.parametrize("in_flight", IN_FLIGHT_POLICIES)
 @pytest.mark.parametrize("load_at", [0.3, 1.0, 1.3])
-def test_a_load_can_overtake_a_request_that_is_being_sent(
+async def test_a_load_can_overtake_a_request_that_is_being_sent(
     engine_class: Any, in_flight: str, load_at: float
 ) -> None:
     engine = engine_class(send_s=0.7)
 
-    async def main() -> tuple[Answer, list[tuple[int, int]]]:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), in_flight)
-        clock = asyncio.create_task(engine.run())
-        asked = asyncio.create_task(answer(engine, "r", 90))
-        await asyncio.sleep(load_at)
-        await asyncio.wait_for(
-            versioned.load(1, engine.loading(1, 0.0), in_flight), 95 if in_flight == "drain" else 10
-        )
-        found = await asked
-        clock.cancel()
-        return found
-
-    said, spans = run_virtual(main())
+    versioned = engine.serve_versions()
+    await versioned.load(0, engine.loading(0, 0.0), in_flight)
+    clock = asyncio.create_task(engine.run())
+    asked = asyncio.create_task(answer(engine, "r", 90))
+    await asyncio.sleep(load_at)
+    await asyncio.wait_for(
+        versioned.load(1, engine.loading(1, 0.0), in_flight), 95 if in_flight == "drain" else 10
+    )
+    found = await asked
+    clock.cancel()
+    said, spans = found
     assert spans == spans_of(said.token_ids)
     assert len(said.token_ids) == 90
 
@@ -341,60 +350,51 @@ def test_requests_that_come_during_a_pause_begin_after_it(engine_class: Any, in_
     )
 
 
-def test_a_request_is_rejected_for_good_if_another_caller_has_paused_the_engine() -> None:
+async def test_a_request_is_rejected_for_good_if_another_caller_has_paused_the_engine() -> None:
     engine = RejectingAsyncLLM()
 
-    async def main() -> None:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), "keep")
-        await engine.pause_generation(mode="abort", clear_cache=False)
-        with pytest.raises(Retryable, match="paused"):
-            await answer(engine, "r", 2)
-
-    run_virtual(main())
+    versioned = engine.serve_versions()
+    await versioned.load(0, engine.loading(0, 0.0), "keep")
+    await engine.pause_generation(mode="abort", clear_cache=False)
+    with pytest.raises(Retryable, match="paused"):
+        await answer(engine, "r", 2)
 
 
 @each_engine
-def test_a_prefix_is_not_shared_while_a_load_is_under_way(engine_class: Any) -> None:
+async def test_a_prefix_is_not_shared_while_a_load_is_under_way(engine_class: Any) -> None:
     engine = engine_class()
 
-    async def main() -> None:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), "keep")
-        clock = asyncio.create_task(engine.run())
-        loading = asyncio.create_task(versioned.load(1, engine.loading(1, 2.0), "keep"))
-        await asyncio.sleep(0.1)
-        await asyncio.gather(answer(engine, "a", 1), answer(engine, "b", 1))
-        await loading
-        await answer(engine, "c", 1)
-        clock.cancel()
-
-    run_virtual(main())
+    versioned = engine.serve_versions()
+    await versioned.load(0, engine.loading(0, 0.0), "keep")
+    clock = asyncio.create_task(engine.run())
+    loading = asyncio.create_task(versioned.load(1, engine.loading(1, 2.0), "keep"))
+    await asyncio.sleep(0.1)
+    await asyncio.gather(answer(engine, "a", 1), answer(engine, "b", 1))
+    await loading
+    await answer(engine, "c", 1)
+    clock.cancel()
     a, b, c = (sent.salt for sent in engine.sent)
     assert a != b and c == "v1"
 
 
 @each_engine
-def test_what_was_written_so_far(engine_class: Any) -> None:
+async def test_what_was_written_so_far(engine_class: Any) -> None:
     engine = engine_class()
 
-    async def main() -> list[Any]:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), "keep")
-        clock = asyncio.create_task(engine.run())
-        asked = asyncio.create_task(answer(engine, "r", 6))
-        found = []
-        for version, seconds in enumerate((0.5, 2.0, 0.0), start=1):
-            await asyncio.sleep(seconds)
-            found.append(await versioned.written(["r", "unknown"]))
-            await versioned.load(version, engine.loading(version, 0.0), "keep")
-        await asyncio.sleep(1.0)
-        found.append(await versioned.written(["r"]))
-        await asked
-        clock.cancel()
-        return found
-
-    nothing, before, same, after = run_virtual(main())
+    versioned = engine.serve_versions()
+    await versioned.load(0, engine.loading(0, 0.0), "keep")
+    clock = asyncio.create_task(engine.run())
+    asked = asyncio.create_task(answer(engine, "r", 6))
+    found = []
+    for version, seconds in enumerate((0.5, 2.0, 0.0), start=1):
+        await asyncio.sleep(seconds)
+        found.append(await versioned.written(["r", "unknown"]))
+        await versioned.load(version, engine.loading(version, 0.0), "keep")
+    await asyncio.sleep(1.0)
+    found.append(await versioned.written(["r"]))
+    await asked
+    clock.cancel()
+    nothing, before, same, after = found
     assert nothing == {}, "no token is there"
     assert before == {"r": ([1, 1], [LOG_PROB] * 2, [[1, 0]])}
     assert same == before, "the spans of versions that have written nothing are not told"

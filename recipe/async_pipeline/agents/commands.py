@@ -86,15 +86,16 @@ async def run_command(
     env: Mapping[str, str],
     log: OutputLog | None = None,
     left: LeftBehind | None = None,
+    mounts: Mapping[str, Sequence[str]] | None = None,
 ) -> Finished:
     """Run a command until it ends. If cancelled, it is killed with everything that it started.
 
-    `log` gets its output as it arrives; `left` counts processes that left its process group and still run.
-    Raises OSError if the guard cannot be started. A command that cannot be started has the status 127.
+    `log` gets its output as it arrives; `left` counts processes that left its process group and still run;
+    `mounts` makes its sandbox, if it has one. Raises OSError if the guard cannot be started. A command
+    that cannot be started has the status 127, and 125 without the sandbox that it should have.
     """
     loop = asyncio.get_running_loop()
-    spec = json.dumps({"command": list(command), "cwd": str(cwd), "env": dict(env)}).encode()
-    guard = await made_in_executor(lambda: _Guard(spec), _Guard.end)
+    guard = await made_in_executor(lambda: _Guard(command, cwd, env, mounts), _Guard.end)
     process = guard.process
     transports: list[asyncio.BaseTransport] = []
     try:
@@ -117,11 +118,33 @@ async def run_command(
             left.add(count)
 
 
+def try_command(command: Sequence[str], mounts: Mapping[str, Sequence[str]], timeout_s: float) -> Finished:
+    """Run a command that writes little in a sandbox, and block meanwhile.
+
+    Raises OSError if the guard cannot be started, and subprocess.TimeoutExpired.
+    """
+    guard = _Guard(command, Path("/"), environment({}), mounts)
+    process = guard.process
+    try:
+        status = process.wait(timeout_s)
+        assert process.stdout is not None and process.stderr is not None
+        return Finished(status, process.stdout.read().decode(), process.stderr.read().decode())
+    finally:
+        guard.end()
+
+
 class _Guard:
     """The guard of a command, and the pipes to it. Its methods block."""
 
-    def __init__(self, spec: bytes) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        mounts: Mapping[str, Sequence[str]] | None,
+    ) -> None:
         """Start it. Raises OSError."""
+        spec = {"command": list(command), "cwd": str(cwd), "env": dict(env), "mounts": mounts}
         lifeline, self._lifeline = os.pipe()
         self._reported, report = os.pipe()
         os.set_blocking(self._reported, False)
@@ -130,6 +153,7 @@ class _Guard:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(file), str(lifeline), str(report)],
                 pass_fds=(lifeline, report),
+                env={},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -144,7 +168,7 @@ class _Guard:
         stdin = self.process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):
-            stdin.write(spec)
+            stdin.write(json.dumps(spec).encode())
             stdin.close()
 
     def end(self) -> int:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
+from ..core.deadline import GRACE_S, within
 from ..core.threads import in_thread_of, made_in_executor
-from ..errors import EnvironmentFailed
+from ..errors import EnvironmentFailed, WaitTimeout
 from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step, checked_step
 
 T = TypeVar("T")
@@ -56,8 +57,14 @@ class InlineHost:
 
     async def close(self) -> bool:
         try:
-            await asyncio.wait_for(self._call(self._player.close()), CLOSE_S)
-        except (EnvironmentFailed, asyncio.TimeoutError):
+            await within(
+                self._call(self._player.close()),
+                CLOSE_S,
+                owner="an agent loop worker",
+                what="an environment to close",
+                grace_s=GRACE_S,
+            )
+        except (EnvironmentFailed, WaitTimeout):
             return False
         return True
 

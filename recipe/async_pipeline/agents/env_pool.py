@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..core.deadline import within
+from ..core.deadline import GRACE_S, within
 from ..errors import EnvironmentFailed, WaitTimeout
 from .env_hosts import HOSTS, EnvironmentHost
 from .environment import EnvironmentSpec, Isolation, Step
@@ -60,7 +60,9 @@ class Game:
         self.usable = False
         timeout_s = self._pool.limits.timeout_s
         try:
-            answer = await within(answering, timeout_s, owner="an episode", what=f"its environment to {what}")
+            answer = await within(
+                answering, timeout_s, owner="an episode", what=f"its environment to {what}", grace_s=GRACE_S
+            )
         except WaitTimeout:
             raise EnvironmentFailed(f"{what} took more than {timeout_s:g} s") from None
         self.usable = True

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from contextlib import suppress
@@ -23,13 +24,14 @@ from typing import Any
 
 from ..errors import EnvironmentFailed
 from ..processes import end_with_parent, gain_no_rights
-from .command_process import guard
+from .command_process import adopt_orphans, end_children, guard, reap_orphans
 from .environment import MESSAGE_BYTES, EnvironmentSpec, Player
 
 
 def main(arguments: list[str]) -> int:
     """Run as guard, and in a child as player. Returns the exit status of the guard."""
     control, lifeline = map(int, arguments)
+    adopt_orphans()
     player = os.fork()
     if player == 0:
         end_with_parent()
@@ -42,7 +44,11 @@ def main(arguments: list[str]) -> int:
     with suppress(PermissionError):  # the child was faster, and its program has begun
         os.setpgid(player, player)
     os.close(control)
-    guard(player, lifeline)
+    signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(player))
+    try:
+        guard(player, lifeline)
+    finally:
+        end_children()
     return 0
 
 

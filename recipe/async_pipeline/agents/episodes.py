@@ -43,11 +43,13 @@ class EndPolicies:
     got), score (it is trained with `failure_reward`), again (this episode is repeated, up to `attempts` in
     all, while the other episodes of its group are kept; then as drop), or drop (its group is not trained, as
     faults.bad_data.failed_episode says). The agent loop `environment` knows all ends; `agent_session` all but
-    `invalid`, and env_failed only of `verify`; others know the last two.
+    `invalid`, and env_failed only of `verify`; `chains` is an end of agents only; others know the last two.
     """
 
     turns: Literal["train", "score"] = "train"
     """`max_turns` was reached before the environment ended the episode."""
+    chains: Literal["train", "score"] = "train"
+    """The agent was refused another conversation (gateway.max_chains)."""
     tokens: Literal["train", "score"] = "train"
     """The response had no room for another observation and turn (data.max_response_length)."""
     cut_off: Literal["train", "score"] = "train"
@@ -72,6 +74,7 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
 BLAME: Mapping[str, Blame] = {
     DONE: "policy",
     "turns": "policy",
+    "chains": "none",
     "tokens": "policy",
     "cut_off": "policy",
     "invalid": "policy",
@@ -83,11 +86,23 @@ BLAME: Mapping[str, Blame] = {
 }
 """All ends, and what is to blame for each."""
 ENDS = tuple(BLAME)
+FAILURES = tuple(end for end, policies in POLICIES.items() if "again" in policies)
+"""The ends of attempts that are repeated by default."""
 COUNTS: Mapping[str, str] = {
     "retries_coalesced": "requests that a client sent again, and that cost no second generation",
-    "params_overridden": "requests that named sampling parameters, where the run's apply",
+    "constrained": "requests whose answer had to have a form, as response_format and tool_choice ask for",
+    "params_overridden": "requests with parameters that have no effect, as the ones of sampling, the run's",
     "retokenized": "requests whose history had to be encoded again, because its template cannot be continued",
     "replayed_requests": "requests that were answered with what an earlier process had generated",
+    "undelivered": "answers that no client of the agent has received, which are neither trained nor scored",
+    "auxiliary": "conversations besides the main one",
+    "rows_of_system_prompt": "rows beyond the first of an episode, because a system prompt changed",
+    "rows_of_tools": "further rows, because the tools of a conversation changed",
+    "rows_of_reminder": "further rows, because a message of the user or a tool changed once it was answered",
+    "rows_of_history": "further rows, because other parts of a history were edited, summarised or forgotten",
+    "rows_of_branch": "further rows, because a history was continued twice",
+    "rows_of_template": "further rows, because the chat template cannot be continued",
+    "rows_of_others": "further rows, because a conversation has nothing in common with earlier ones",
     "closed_late": "agents that were still running some seconds after the end of their session",
     "left_behind": "what could not be ended: threads of environments, processes that left their group",
 }
@@ -120,6 +135,33 @@ class EpisodeRules(NamedTuple):
         if written and policy == "score":
             return "score"
         return "again" if policy != "drop" and attempt < self.attempts else "drop"
+
+
+ROW_REASONS: Mapping[str, str] = {
+    "rows_of_system_prompt": "a system prompt that changes",
+    "rows_of_tools": "tools that change",
+    "rows_of_reminder": "a reminder that is only in the newest message",
+}
+"""What begins a row with each turn without a need, in words."""
+MANY_ROWS = 2.0
+"""Rows of an episode on average from which on the output explains them."""
+
+
+def explain_rows(metrics: Mapping[str, float]) -> str | None:
+    """Return why the episodes of a step have many rows, or None if they have few. `metrics`: `metrics_of`."""
+    rows, episodes = metrics.get("agentic/conversations", 0.0), metrics.get("agentic/episodes", 0.0)
+    if not episodes or rows < MANY_ROWS * episodes:
+        return None
+    counts = {words: int(metrics.get(f"agentic/{name}", 0)) for name, words in ROW_REASONS.items()}
+    reasons = [f"{words} ({count})" for words, count in counts.items() if count]
+    others = int(rows - episodes) - sum(counts.values())
+    if others > 0:
+        reasons.append(f"other changes of the history ({others})")
+    return (
+        f"the agent has {rows / episodes:.1f} rows of training an episode, because a request that does not "
+        f"append to a history begins another one: {', '.join(reasons)}; see docs/agents.md, Histories that "
+        "change"
+    )
 
 
 def counted_together(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

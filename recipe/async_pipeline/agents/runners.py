@@ -23,7 +23,7 @@ import inspect
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +33,7 @@ from ..errors import AgentFailed, ConfigError, EnvironmentFailed
 from .commands import Finished, LeftBehind, environment, run_command
 from .episode_folders import Folder
 from .output_log import OutputLog
+from .sandbox import Sandbox
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 TASK_FILE, HIDDEN_FILE = "task.json", "verify.json"
@@ -72,6 +73,14 @@ class AgentSpec:
     """A command."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Further variables of the commands."""
+    sandbox: Sandbox | None = None
+    """In which the commands run."""
+
+    def mounts(
+        self, command: Sequence[str], writable: Iterable[Path], shown: Iterable[str] = ()
+    ) -> Mapping[str, Sequence[str]] | None:
+        """Return the mounts of a command, or None without a sandbox; see `Sandbox.mounts`."""
+        return None if self.sandbox is None else self.sandbox.mounts(command, writable, shown)
 
 
 class Runner(Protocol):
@@ -120,6 +129,8 @@ class FunctionRunner:
                 found = await self._function(dict(task.shown), policy)
             else:
                 found = await in_new_thread(lambda: self._function(dict(task.shown), policy), "agent")
+                # A plain decorator around an async function hides that it is one.
+                found = await found if inspect.isawaitable(found) else found
         except AgentFailed:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent may raise anything
@@ -150,7 +161,9 @@ class CommandRunner:
         if policy.unix_socket is not None:
             reached["ASYNC_PIPELINE_UNIX_SOCKET"] = policy.unix_socket
         env = environment({**_variables(folder, TASK_FILE), **self._spec.env, **reached})
-        finished = await run_command(self._command, folder.path, env, log, self.left)
+        shown = () if policy.unix_socket is None else (policy.unix_socket,)
+        mounts = self._spec.mounts(self._command, [folder.path], shown)
+        finished = await run_command(self._command, folder.path, env, log, self.left, mounts)
         if finished.status != 0:
             raise AgentFailed(finished.describe())
         return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
@@ -182,7 +195,9 @@ async def verified(
         own_variables = _variables(own, HIDDEN_FILE)
         env = environment({**NO_MODULES_OF_AGENTS, **own_variables, **spec.env})
         env["ASYNC_PIPELINE_TASK"] = own_variables["ASYNC_PIPELINE_TASK"]
-        finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env, log, left)
+        command = shlex.split(spec.verify)
+        mounts = spec.mounts(command, [folder.path, own.path])
+        finished: Finished = await run_command(command, folder.path, env, log, left, mounts)
     if finished.status != 0:
         raise EnvironmentFailed(f"verify: {finished.describe()}")
     reward = reward_of((finished.last_object() or {}).get("reward"), EnvironmentFailed)

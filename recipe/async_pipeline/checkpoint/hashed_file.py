@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class HashedFile:
 
 
 class WrittenFiles:
-    """The files that this process writes into a folder. Several threads may write different files."""
+    """The files of a folder that were hashed while they were written, by several threads or processes."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._lock = root, threading.Lock()
@@ -63,6 +63,11 @@ class WrittenFiles:
         """Complete files, by path."""
         with self._lock:
             return dict(self._entries)
+
+    def add(self, entries: Iterable[FileEntry]) -> None:
+        """Add files that other processes have written, and hashed meanwhile."""
+        with self._lock:
+            self._entries |= {entry.path: entry for entry in entries}
 
     @contextmanager
     def create(self, path: Path) -> Iterator[HashedFile]:

@@ -15,21 +15,23 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
+from ..config.fields import knobs_of
+from ..config.older_verl import WHOLE
 from ..config.paths import OWN, select
 from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
 from ..errors import CheckpointError, ConfigError
 from ..observe.run_files import last_number, run_of
-from .store import FoundCheckpoint, newest, sweep, verify
+from ..redaction import without_secrets
+from .store import FoundCheckpoint, newest, next_epoch, sweep, verify
 
 MODES = ("auto", "disable", "resume_path")
-WHOLE = ("model", "optimizer", "extra")
-"""verl's names for the parts of a checkpoint that an exact resume needs."""
 STATE, LEDGER = "pipeline.json", "ledger.jsonl"
 
 
@@ -41,8 +43,20 @@ class Origin(NamedTuple):
     identity: Mapping[str, str]
     root: Path
     """The folder for its checkpoints."""
+    epoch: int
+    """Number of the process, by which its checkpoints are newer than all that are there."""
     found: FoundCheckpoint | None
     """The checkpoint to resume from; None for a fresh start."""
+
+
+def saves(config: Mapping[str, Any]) -> bool:
+    """Return whether a run with this config of verl writes checkpoints; if not, it must not touch any."""
+    return bool((select(config, "trainer.save_freq") or -1) > 0)
+
+
+def root_of(config: Mapping[str, Any]) -> Path:
+    """Return the absolute path of the folder for checkpoints."""
+    return Path(str(select(config, "trainer.default_local_dir"))).expanduser().resolve()
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -71,6 +85,12 @@ def check_keys(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"trainer.save_freq must be a number of steps, or -1 for no checkpoints, got {every!r}; set it "
             "to -1 or more"
+        )
+    notice_s = select(config, f"{OWN}.faults.notice_s")
+    if notice_s and every <= 0:
+        raise ConfigError(
+            f"{OWN}.faults.notice_s={notice_s!r} requires checkpoints, got trainer.save_freq={every}; set "
+            "trainer.save_freq to 1 or more"
         )
     for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         keep = select(config, f"trainer.{name}")
@@ -153,7 +173,7 @@ def origin_of(
     Raises CheckpointError if the checkpoint in trainer.resume_from_path cannot be used, ConfigError if
     resume_mode=auto finds checkpoints but none that can be used.
     """
-    root = Path(str(select(config, "trainer.default_local_dir"))).expanduser().resolve()
+    root = root_of(config)
     identity = identity_of(config, knobs, placement, verl)
 
     found = _found(
@@ -166,8 +186,9 @@ def origin_of(
     )
 
     run = f"{time.time():.0f}-{uuid.uuid4().hex[:8]}" if found is None else found.manifest.run
-    sweep(root)
-    return Origin(run, identity, root, found)
+    if saves(config):
+        sweep(root)
+    return Origin(run, identity, root, next_epoch(root), found)
 
 
 def _found(
@@ -195,11 +216,17 @@ def _found(
 def identity_of(
     config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, verl: str
 ) -> Mapping[str, str]:
-    """Return the settings that must not change when a run is resumed, by the name of their key."""
+    """Return the settings that must not change when a run is resumed, by the name of their key.
+
+    Of this package's knobs, all that do not declare that they may.
+    """
     train, critic = placement.pool_of("train"), placement.pool_of("critic")
     same = (
         "trainer.project_name",
         "data.train_batch_size",
+        # The dataloader's state is of these.
+        "data.shuffle",
+        "data.dataloader_num_workers",
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.actor.strategy",
     )
@@ -207,10 +234,11 @@ def identity_of(
     return {
         **{path: str(select(config, path)) for path in same},
         **_sizes_of_megatron(config),
-        f"{OWN}.strategy": knobs.strategy,
-        f"{OWN}.staleness.max_lag": str(knobs.staleness.max_lag),
-        f"{OWN}.staleness.oldest_share": f"{knobs.staleness.oldest_share:g}",
-        f"{OWN}.training.ref_refresh_every": str(knobs.training.ref_refresh_every),
+        **{
+            f"{OWN}.{knob.path}": without_secrets(str(attrgetter(knob.path)(knobs)))
+            for knob in knobs_of(AsyncPipelineConfig)
+            if not knob.may_change
+        },
         "actor_rollout_ref.model.path": model_of(str(select(config, "actor_rollout_ref.model.path"))),
         "the number of training devices": str(0 if train is None else train.devices),
         "the number of the critic's devices": str(0 if critic is None else critic.devices),

@@ -20,10 +20,11 @@ This module handles files and manifests; `verl_bridge.trainer.checkpoint_content
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -31,10 +32,12 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from ..config.paths import OWN
 from ..errors import CheckpointError, ConfigError
 from .hashed_file import CountBytes, FileEntry, entry_of
 
-FORMAT = 1
+FORMAT, READABLE = 3, (2, 3)
+"""The format that is written, and all formats that can be read."""
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 """The name that verl's tools expect."""
@@ -51,7 +54,12 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     run: str
     """Name of the run, which it keeps when it is resumed."""
+    epoch: int = 0
+    """Number of the process that wrote it, among all that have written to the folder; see `next_epoch`."""
+    record: int = 0
+    """Number of the last ledger record that it covers."""
     saved_unix: float
+    """For readers: clocks of hosts differ, so it orders nothing."""
     identity: Mapping[str, str]
     """Settings that a run must share to resume from here, by the name of their key."""
     files: tuple[FileEntry, ...]
@@ -89,13 +97,17 @@ def publish(
     run: str,
     identity: Mapping[str, str],
     saved_unix: float,
+    epoch: int,
+    record: int,
     known: Mapping[str, FileEntry] | None = None,
     count: CountBytes | None = None,
 ) -> Path:
     """Publish the files in `part` as a checkpoint; block until they are on disk. Returns its folder.
 
-    Replaces a checkpoint of the same step. `known`: entries of files that are on disk and were hashed while
-    they were written, by path; the others are read, and `count` receives the bytes of each piece.
+    Replaces a checkpoint of the same step; that of another run moves to the folder `earlier.RUN`.
+
+    `known`: entries of files that are on disk and were hashed while they were written, by path; the others
+    are read, and `count` receives the bytes of each piece.
 
     Raises OSError if the disk does not accept the data.
     """
@@ -109,7 +121,14 @@ def publish(
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         entries = tuple(threads.map(entry, files))
     manifest = CheckpointManifest(
-        format=FORMAT, step=step, run=run, saved_unix=saved_unix, identity=dict(identity), files=entries
+        format=FORMAT,
+        step=step,
+        run=run,
+        epoch=epoch,
+        record=record,
+        saved_unix=saved_unix,
+        identity=dict(identity),
+        files=entries,
     ).sealed()
 
     # The manifest is last on disk: with it the checkpoint is complete.
@@ -119,7 +138,7 @@ def publish(
         _sync_folder(folder)
 
     final = part.with_name(f"global_step_{step}")
-    remove(final)
+    _make_room(final, run)
     part.rename(final)
     _sync_folder(final.parent)
 
@@ -127,6 +146,17 @@ def publish(
     _write(tracker.with_suffix(".part"), str(step).encode())
     tracker.with_suffix(".part").replace(tracker)
     return final
+
+
+def _make_room(final: Path, run: str) -> None:
+    """Delete the checkpoint of this step, or move it away if it is another run's, which may be all it has."""
+    found = _manifest_of(final)
+    if found is not None and found.run != run:
+        kept = final.parent / f"earlier.{found.run}"
+        kept.mkdir(exist_ok=True)
+        remove(kept / final.name)
+        final.rename(kept / final.name)
+    remove(final)
 
 
 def remove(checkpoint: Path) -> None:
@@ -163,13 +193,22 @@ def sweep(root: Path) -> None:
 
 
 def published(root: Path) -> list[Path]:
-    """Return all published checkpoints, the most recently written first."""
+    """Return all published checkpoints, the most recently written first, by no clock.
+
+    Those whose manifest cannot be read are first: they are to be refused, not to be passed over silently.
+    """
     found = (
         [path for path in root.iterdir() if _PUBLISHED.fullmatch(path.name) and path.is_dir()]
         if root.is_dir()
         else []
     )
-    return sorted(found, key=_written_unix, reverse=True)
+    return sorted(found, key=_order, reverse=True)
+
+
+def next_epoch(root: Path) -> int:
+    """Return the number of a process that will write to a folder: one above the highest number there."""
+    manifests = (_manifest_of(folder) for folder in published(root))
+    return 1 + max((manifest.epoch for manifest in manifests if manifest is not None), default=0)
 
 
 def verify(
@@ -189,13 +228,15 @@ def verify(
             f"{checkpoint} has no {MANIFEST}: this pipeline did not write it, or did not finish writing it"
         )
     manifest = _manifest_of(checkpoint)
+    # An older format has other fields, of which its checksum is.
+    if manifest is not None and manifest.format not in READABLE:
+        raise CheckpointError(
+            f"{checkpoint} has format {manifest.format}; this version of the pipeline reads "
+            f"{' and '.join(map(str, READABLE))}"
+        )
     if manifest is None or manifest.sealed() != manifest:
         raise CheckpointError(
             f"{checkpoint} is damaged: its {MANIFEST} cannot be read, or differs from what was written"
-        )
-    if manifest.format != FORMAT:
-        raise CheckpointError(
-            f"{checkpoint} has format {manifest.format}; this version of the pipeline reads {FORMAT}"
         )
     if checkpoint.name != f"global_step_{manifest.step}":
         raise CheckpointError(f"{checkpoint} holds step {manifest.step}: it was renamed")
@@ -221,6 +262,25 @@ def damage(checkpoint: Path, folder: str = "", rank: int = 0) -> str | None:
     return _first_difference(checkpoint, [entry for entry in below if _rank_of(entry.path) == rank])
 
 
+def require_shard(checkpoint: Path, shard: str) -> Path:
+    """Return the path of a shard, without suffix. Raises CheckpointError if its files are damaged."""
+    manifest = _manifest_of(checkpoint)
+    entries = () if manifest is None else manifest.files
+    own = [entry for entry in entries if entry.path.rpartition(".")[0] == shard]
+    refuse_damage(checkpoint, [_first_difference(checkpoint, own) if own else f"{shard} is missing"])
+    return checkpoint / shard
+
+
+def refuse_damage(checkpoint: Path, found: Iterable[str | None]) -> None:
+    """Raise CheckpointError if one of the processes that load a checkpoint has found damage."""
+    for damage in found:
+        if damage is not None:
+            raise CheckpointError(
+                f"{checkpoint} is damaged: {damage}; move it away to resume from an earlier one, or set "
+                f"{OWN}.faults.verify_checkpoint_at_start=true to pass over damaged ones"
+            )
+
+
 def _rank_of(path: str) -> int:
     found = _RANK.search(path.rpartition("/")[2])
     return int(found[1]) if found else 0
@@ -239,7 +299,8 @@ def _check_owner(
         theirs, ours = manifest.identity.get(name, "(not set)"), identity.get(name, "(not set)")
         if theirs != ours:
             raise CheckpointError(
-                f"{checkpoint} belongs to another run: {name} was {theirs} there and is {ours} here"
+                f"{checkpoint} belongs to another run: {name} was {theirs} there and is {ours} here; set it "
+                "back, or start a new run"
             )
     if run not in (None, manifest.run):
         raise CheckpointError(
@@ -287,10 +348,12 @@ def _manifest_of(checkpoint: Path) -> CheckpointManifest | None:
         return None
 
 
-def _written_unix(checkpoint: Path) -> float:
-    """Return when a checkpoint was written, in seconds since the epoch."""
+def _order(checkpoint: Path) -> tuple[float, int, int]:
+    """Return a key that grows with the time at which a checkpoint was written."""
     manifest = _manifest_of(checkpoint)
-    return checkpoint.stat().st_mtime if manifest is None else manifest.saved_unix
+    if manifest is None:
+        return math.inf, 0, int(checkpoint.name.rpartition("_")[2])
+    return manifest.epoch, manifest.record, manifest.step
 
 
 def _difference(checkpoint: Path, entry: FileEntry, *, contents: bool) -> str | None:

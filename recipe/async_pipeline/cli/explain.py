@@ -7,21 +7,24 @@ import argparse
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from ..config.entry_points import EntryPoint, entry_of_command
 from ..config.misplaced import SWITCHES
-from ..config.overrides import explain_complaint
+from ..config.older_verl import modernised
+from ..config.overrides import quote_names
 from ..config.reference import render_help
 from ..config.run_plan import as_json, describe_plan, plan_of
 from ..console import echo
-from ..errors import ConfigError
+from ..contract.engines import installed
 from ..patching.verl_source import find_verl_root
-from .verl_keys import near_key
+from ..verl_bridge.command_line import checked_with, composed, of_verls_entry_point
+from ..verl_bridge.config_checks import set_verls_keys
+from ..verl_bridge.engine_contract import check_engine
+from ..verl_bridge.entry_points import apply_entry_point
+from ..verl_bridge.spelling import without_unread
+from ..verl_bridge.verl_keys import has_key
 
 ALL = "all"
 """The value of `--knobs` without a section."""
@@ -31,12 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline explain`."""
     parser.add_argument(
         "--config-path",
+        "-cp",
         type=Path,
         metavar="DIR",
-        help="folder of the configuration, as for verl's entry point (default: verl's)",
+        help="folder of the configuration, as for verl's entry point, also relative to it (default: verl's)",
     )
     parser.add_argument(
         "--config-name",
+        "-cn",
         default="ppo_trainer",
         metavar="NAME",
         help="name of the configuration (default: %(default)s)",
@@ -62,25 +67,45 @@ def run(args: argparse.Namespace) -> int:
             echo(line)
         return 0
 
-    config = _composed(args.config_path, args.config_name, args.overrides)
+    entry = entry_of_command(args.config_name, args.overrides)
+    args.overrides, moved = modernised(args.overrides, has_key)
+    if entry is not None:
+        args.config_path, args.config_name, args.overrides = _of_entry_point(entry, args)
+    elif args.config_path is not None and not args.config_path.is_dir():
+        args.config_path = of_verls_entry_point(args.config_path)
+    if args.config_path is None:  # a configuration of the user may read any key
+        args.overrides, more = without_unread(args.overrides)
+        moved = (*moved, *more)
+    overrides = [quote_names(word) for word in args.overrides]
+    config, problems = composed(args.config_path, args.config_name, overrides)
     if all(OmegaConf.select(config, path) is None for path in SWITCHES):
         # `explain` implies the switch: the plan is about the pipeline.
-        config = _composed(args.config_path, args.config_name, ["+async_pipeline=True", *args.overrides])
+        overrides = ["+async_pipeline=True", *overrides]
+        config, problems = composed(args.config_path, args.config_name, overrides)
 
-    # Importing verl takes seconds and warns about engines that are not installed.
+    rewriting: tuple[str, ...] = ()
+    if entry is not None:
+        rewriting = (
+            f"start it as before, python -m {entry.module}, and add +async_pipeline=True",
+            *apply_entry_point(config, entry),
+        )
+    # Where verl is imported after all, it warns about engines that are not installed.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from ..verl_bridge.config_checks import checked
-        from ..verl_bridge.launch import set_verls_keys
-
-    found = checked(config)
-    if found is None:
-        raise ConfigError("the pipeline is switched off; remove the override that does so")
-    notes = (*found.translation.notes, *set_verls_keys(config, found, args.overrides))
+        found = checked_with(problems, config, planning=True)
+    notes = (*rewriting, *moved, *found.translation.notes, *set_verls_keys(config, found, overrides))
+    warning = check_engine(config, found.translation.config.engine_check)
+    notes = (*notes, *(f"not checked: {one}" for one in found.unchecked))
+    notes = notes if warning is None else (warning, *notes)
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
+    name = config.actor_rollout_ref.rollout.name
     plan = plan_of(
-        {str(k): v for k, v in resolved.items()}, found.translation.config, found.placement, found.old_logp
+        {str(k): v for k, v in resolved.items()},
+        found.translation.config,
+        found.placement,
+        found.old_logp,
+        next((engine.version for engine in installed() if engine.name == name), None),
     )
     if args.as_json:
         echo(json.dumps(as_json(plan) | {"notes": list(notes)}, indent=2))
@@ -90,15 +115,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _composed(folder: Path | None, name: str, overrides: list[str]) -> Any:
-    """Return the configuration as verl's entry point would see it. Raises ConfigError if hydra refuses it."""
-    verl = find_verl_root() / "verl" / "trainer" / "config"
-    GlobalHydra.instance().clear()
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--config-path must be a directory, got {str(folder)!r}")
-    try:
-        with initialize_config_dir(config_dir=str((folder or verl).resolve()), version_base=None):
-            return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
-    except (HydraException, ValueError) as error:
-        first = str(error).split("\n")[0]
-        raise ConfigError(explain_complaint(first, near_key) or first) from None
+def _of_entry_point(entry: EntryPoint, args: argparse.Namespace) -> tuple[Path | None, str, list[str]]:
+    """Return folder and name of the configuration of another entry point of verl, and the overrides.
+
+    Scripts give `--config-path` relative to the entry point, so a folder counts if the file is there.
+    """
+    name = args.config_name.removesuffix(".yaml")
+    if args.config_path is not None and (args.config_path / f"{name}.yaml").is_file():
+        return args.config_path, name, args.overrides
+    if entry.folder is None:
+        verls = "ppo_megatron_trainer" if "megatron" in name else "ppo_trainer"
+        return None, verls, [*entry.overrides, *args.overrides]
+    folder = find_verl_root() / "verl" / entry.folder
+    return folder, name if name in entry.configs else entry.configs[0], args.overrides

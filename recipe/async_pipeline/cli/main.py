@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
+import select
 import signal
 import sys
 import threading
@@ -27,7 +29,10 @@ from recipe.async_pipeline.errors import (
 )
 
 from ..console import EXIT_CTRL_C, EXIT_OURS, EXIT_USERS, echo
+from ..processes import end_signals
 
+STDOUT = 1
+"""The descriptor."""
 USERS = (ConfigError, ContractError, PatchError, RunFilesError)
 """Errors of the user, who can correct them."""
 
@@ -123,22 +128,47 @@ def _version() -> str:
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Convert SIGTERM to SystemExit, so that a terminated subcommand cleans up as after Ctrl-C.
+    """Convert SIGTERM and SIGHUP to SystemExit, so that a terminated subcommand cleans up as after Ctrl-C.
 
     No-op outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _exit)
+    before = {number: signal.signal(number, _exit) for number in end_signals()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _exit(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command; overrides of hydra may stand before, between and after its options."""
+    args, more = parser.parse_known_args(arguments)
+    odd = [word for word in more if word.startswith("-")]
+    # `inputs` of translate; its option --overrides is no list.
+    taken = next((name for name in ("inputs", "overrides") if isinstance(getattr(args, name, 0), list)), None)
+    if more and (odd or taken is None):
+        parser.error(f"unrecognized arguments: {' '.join(odd or more)}")
+    if more and taken is not None:
+        setattr(args, taken, [*getattr(args, taken), *more])
+    return args
+
+
+def _reader_is_gone() -> bool:
+    """Return whether the reader of stdout, such as head, has ended. The rest goes nowhere then."""
+    output = select.poll()
+    output.register(STDOUT, 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    # Python flushes its buffer at the end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = command = next((word for word in arguments if not word.startswith("-")), None)
 
     try:
-        args = build_parser(chosen).parse_args(arguments)
+        args = _parsed(build_parser(chosen), arguments)
         if getattr(args, "instead", None) is not None:
             command = f"{chosen} {args.instead}"
         with terminated():
@@ -166,6 +196,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         echo(f"async-pipeline {command}: interrupted", file=sys.stderr)
         return EXIT_CTRL_C
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return EXIT_OURS
     except AsyncPipelineError as error:
         echo(f"async-pipeline {command}: {error}", file=sys.stderr)
         return EXIT_USERS if isinstance(error, USERS) else EXIT_OURS

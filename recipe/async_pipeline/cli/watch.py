@@ -3,7 +3,13 @@
 
 Lines that start with our mark are shown on the terminal; all lines go to `run.log` in the run directory,
 with secrets redacted. On Ctrl-C, on failure and at the end, all processes of the command are ended before
-this returns, including orphans, which it adopts (PR_SET_CHILD_SUBREAPER).
+this returns, including orphans, which it adopts (PR_SET_CHILD_SUBREAPER). SIGHUP (a closed terminal) counts
+as Ctrl-C, unless it was ignored at the start (nohup). SIGTERM is passed on, and the command may take
+`faults.notice_s` for a checkpoint. The command learns our PID, and ends if we are killed
+(`processes.end_with_ancestor`).
+
+The run does not depend on its screen: a closed pipe, a full disk behind a redirect, or a terminal that lacks
+a character costs the shown line and nothing else.
 """
 
 from __future__ import annotations
@@ -24,12 +30,13 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from ..config.overrides import explain_complaint
+from ..config.schema import MOST_NOTICE_S
 from ..observe.run_files import set_aside
 from ..observe.table import MARK, TRANSIENT
-from ..processes import adopt_orphans, descendants, end_all, send_signal
+from ..processes import WATCH_PID, adopt_orphans, descendants, end_all, end_signals, send_signal
 from ..redaction import LineRedactor
+from ..verl_bridge.verl_keys import near_key
 from ..weight_sync.segment_names import sweep_orphans
-from .verl_keys import near_key
 
 STOP_S = 20.0
 """Seconds for an interrupted command to end by itself."""
@@ -77,6 +84,7 @@ class Screen:
         self._filed = 0
         self._said = started
         self._shown = ""
+        self._lost = 0
         self.log_path: Path | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.cause: str | None = None
@@ -110,30 +118,41 @@ class Screen:
         self._said = time.monotonic()
         shown = self._shown
         self._show("")
-        self._out.write(f"{self._said - self._started:7.1f} s  {text}\n")
+        self._print(f"{self._said - self._started:7.1f} s  {text}\n")
         self._show(shown)
-        self._out.flush()
 
     def _show(self, text: str) -> None:
         """Replace the last line of the terminal; no-op if the output is not a terminal."""
-        if not self._out.isatty() or text == self._shown:
+        if self._out.closed or not self._out.isatty() or text == self._shown:
             return
         width = shutil.get_terminal_size().columns - 1
-        self._out.write(f"{_CLEAR_LINE if self._shown else ''}{text[:width]}")
-        self._out.flush()
+        self._print(f"{_CLEAR_LINE if self._shown else ''}{text[:width]}")
         self._shown = text
+
+    def _print(self, text: str) -> None:
+        """Write to the screen. If it fails, only this text is lost, and run.log says so once."""
+        try:
+            try:
+                self._out.write(text)
+            except UnicodeEncodeError:
+                encoding = self._out.encoding or "ascii"
+                self._out.write(text.encode(encoding, "replace").decode(encoding))
+            self._out.flush()
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self._lost += 1
+            if self._lost == 1:
+                self._file(f"watch: a line cannot be shown ({error}); the run continues, this log has all")
 
     def reassure(self) -> None:
         """Show that the run is alive if no line was shown for QUIET_S."""
         if time.monotonic() - self._said >= QUIET_S:
             where = f" in {self.log_path.name}" if self.log_path else ""
-            self.say(f"... running: {self._filed} lines{where} so far")
+            self.say(f"... running: {self._filed} line{'s' * (self._filed != 1)}{where} so far")
 
     def fail(self, status: int) -> None:
         """Show why a run failed and where its log is."""
         if self.cause is None and not any(MARK in line for line in list(self.tail)[-3:]):
-            for line in self.tail:
-                self._out.write(f"    {line}\n")
+            self._print("".join(f"    {line}\n" for line in self.tail))
         where = f"; the whole log is {self.log_path}" if self.log_path else ""
         cause = f": {self.cause}" if self.cause else ""
         self.say(f"failed with status {status}{cause}{where}")
@@ -192,20 +211,23 @@ class Watcher:
         adopt_orphans()
         environment = {
             **os.environ,
+            WATCH_PID: str(os.getpid()),
+            # Lines are read as UTF-8, in any locale.
+            "PYTHONIOENCODING": "utf-8",
             "ASYNC_PIPELINE_STARTED_UNIX": f"{time.time():.3f}",
             "PYTHONUNBUFFERED": "1",
         }
 
         # Set the handlers before the command starts: no Ctrl-C is missed, and the command gets Python's
         # default handlers even if this process was started with Ctrl-C ignored (a shell's background job).
-        before = {sig: signal.signal(sig, self._stop) for sig in (signal.SIGINT, signal.SIGTERM)}
+        before = {sig: signal.signal(sig, self._stop) for sig in (signal.SIGINT, *end_signals())}
         process = self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             env=environment,
         )
@@ -235,7 +257,8 @@ class Watcher:
 
     def _read(self, output: IO[str]) -> None:
         # Python handles signals in the main thread; a signal delivered to this thread would be delayed.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGALRM})
+        handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         for line in output:
             self.screen.line(line)
 
@@ -250,12 +273,17 @@ class Watcher:
         return status
 
     def _stop(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP and self._interrupts:
+            return  # the kernel and a shell both send it; only a person asks twice
         self._interrupts += 1
         if self._interrupts == 1:
             self.screen.say("interrupted: ending the run (again to kill it)")
+            passed_on, limit_s = signal.SIGINT, STOP_S
+            if number == signal.SIGTERM:
+                passed_on, limit_s = signal.SIGTERM, STOP_S + MOST_NOTICE_S
             if self._process is not None:
-                send_signal(self._process.pid, signal.SIGINT)  # no-op if it has just ended
+                send_signal(self._process.pid, passed_on)  # no-op if it has just ended
             signal.signal(signal.SIGALRM, lambda *_: end_all(descendants(os.getpid())))
-            signal.setitimer(signal.ITIMER_REAL, STOP_S)
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
         else:
             end_all(descendants(os.getpid()), patience_s=0.0)

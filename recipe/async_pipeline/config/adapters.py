@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from .model_files import tensor_shapes
 from .paths import select
 
 MODEL = "actor_rollout_ref.model"
+ASSUMED_RANK = 32
+"""The rank that a plan assumes for an adapter on another machine."""
 ALL_LINEAR = "all-linear"
 """peft's name for every linear layer but the output head."""
 EXPERTS = ".experts."
@@ -28,6 +31,15 @@ def adapter_rank(config: Mapping[str, Any]) -> int:
 def publishes_adapters(config: Mapping[str, Any]) -> bool:
     """Return whether adapters are published without their base."""
     return adapter_rank(config) > 0 and not select(config, f"{MODEL}.lora.merge")
+
+
+def rank_in(adapter: Path) -> int | None:
+    """Return the rank of a saved adapter, or None if this is not the folder of one."""
+    try:
+        rank = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return rank if isinstance(rank, int) and rank > 0 else None
 
 
 def count_adapter_parameters(

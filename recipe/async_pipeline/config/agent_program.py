@@ -7,14 +7,15 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ..agents.runners import is_function
 from ..errors import ConfigError
 from .agentic import EXTERNAL, AgenticConfig, GatewayConfig
-from .paths import hint
+from .paths import RUNTIME, hint
 from .user_classes import check_function
 
 PACKAGES = ("starlette", "uvicorn")
@@ -25,6 +26,16 @@ ARGUMENT_FOLLOWS = frozenset("cemorWX")
 VERIFY = f"{AgenticConfig.PATH}.verify"
 CLOSE = 0.8
 """How much a program must resemble a word to be suggested: PATH has thousands of them."""
+HIDDEN = (
+    f"{RUNTIME}.run_dir",
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "data.train_files",
+    "data.val_files",
+    "data.cache_dir",
+)
+"""Keys of what agents must not read: the ground truth of the data, what was played before, checkpoints."""
 GIVEN = 2
 """Arguments of an agent that is a function: the task and the policy."""
 
@@ -51,6 +62,19 @@ def program_values(agentic: AgenticConfig) -> dict[str, str]:
     if agentic.verify is not None:
         values[VERIFY] = runnable(agentic.verify, VERIFY)
     return values
+
+
+def hidden_paths(value_of: Callable[[str], Any], agentic: AgenticConfig) -> list[str]:
+    """Return which files and folders of a run the commands of its agents do not see in their sandbox.
+
+    `value_of` returns the value of a key, or None.
+    """
+    found = list(agentic.sandbox_hidden)
+    for key in HIDDEN:
+        value = value_of(key)
+        paths = [value] if isinstance(value, str) else value or ()
+        found += [path for path in paths if "://" not in path]  # a URL is no file here
+    return found
 
 
 def runnable(command: str, path: str) -> str:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..agents.environment import Isolation
 from ..agents.episodes import EndPolicies
@@ -35,20 +36,41 @@ OF_ENVIRONMENTS = (
 """Knobs that have an effect only with `environment`."""
 OF_POLICY = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
 """Environment variables by which a command reaches the policy."""
-OF_AGENTS = ("agent_env", "verify", "gateway")
+OF_AGENTS = ("agent_env", "verify", "sandbox", "sandbox_hidden", "gateway")
 """Knobs that have an effect only with `agent`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """The HTTP server of each agent loop worker, through which agents reach the policy. It listens on
-    127.0.0.1, on a free port."""
+    """The HTTP server of each agent loop worker, through which agents reach the policy. It listens on a free
+    port."""
 
     PATH: ClassVar[str] = f"{OWN}.agentic.gateway"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "host",
+        "max_body_mb",
+        "lease_s",
+        "runners_dir",
+        "unix_dir",
+        "keep_alive_s",
+    )
+    """Knobs that a resumed run may have with other values; see `fields`."""
 
-    max_chains: Positive = 8
+    host: str = "127.0.0.1"
+    """The address that it listens on. With another one than 127.0.0.1, such as 0.0.0.0 for all addresses of
+    the host, agents on other hosts reach it too, and so does all else there: each request requires the key of
+    an episode, but travels unencrypted (docs/security.md)."""
+    max_chains: Positive | None = None
     """Conversations of one episode: an agent that edits, summarises or branches its history begins another
-    one, and each is a row of training. Further ones are refused."""
+    one, and each is a row of training. Further ones are refused. Default: `max_turns`, because some agents
+    begin one with each turn."""
+    main_model: str | None = None
+    """The `model` name of requests that belong to the main conversation, which is scored. Default: the one of
+    the first request, and only conversations that have something in common with its messages
+    (docs/agents.md)."""
+    auxiliary: Literal["train", "drop"] = "train"
+    """Whether other conversations, such as one that finds a title, are rows of training with the score of the
+    main one (train), or are left out (drop)."""
     max_body_mb: Limit = 32
     """Largest request, in MiB."""
     agent_may_reward: bool = False
@@ -69,6 +91,13 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            raise ConfigError(
+                f"{self.PATH}.host must be an address of this host, such as 127.0.0.1 or 0.0.0.0, got "
+                f"{self.host!r}; names are not resolved, because each host has its own"
+            ) from None
         if self.unix_dir is not None and len(os.fsencode(os.path.abspath(self.unix_dir))) > MAX_UNIX_DIR:
             raise ConfigError(
                 f"{self.PATH}.unix_dir must have at most {MAX_UNIX_DIR} bytes as an absolute path, got "
@@ -81,6 +110,21 @@ class AgenticConfig:
     """Episodes of agents with tools and several turns: their deadline, and what happens if one fails."""
 
     PATH: ClassVar[str] = f"{OWN}.agentic"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "agent_env",
+        "sandbox",
+        "sandbox_hidden",
+        "isolation",
+        "concurrency",
+        "reset_ahead",
+        "env_timeout_s",
+        "turn_timeout_s",
+        "tool_timeout_s",
+        "attempts",
+        "episode_timeout_s",
+        "ends",
+    )
+    """Knobs that a resumed run may have with other values; see `fields`."""
 
     environment: str | None = None
     """Play each response as an episode in this environment, with the agent loop `environment`: frozen_lake,
@@ -99,6 +143,12 @@ class AgenticConfig:
     verify: str | None = None
     """A command that runs after the agent, in its folder, and prints the reward: {"reward": 1.0} as its last
     line. Default: the reward that the agent gives, or else the reward function's."""
+    sandbox: Literal["auto", "on", "off"] = "auto"
+    """Whether the command and `verify` run where they see no other processes and no files of the run, and may
+    write in their own folders only (docs/agents.md): where the kernel permits it (auto; `async-pipeline
+    doctor` says so), else the run is refused (on), or never (off)."""
+    sandbox_hidden: tuple[str, ...] = ()
+    """Further files and folders that they do not see in the sandbox, such as a data set's source."""
     gateway: GatewayConfig = GatewayConfig()
     max_turns: Positive = 16
     """Turns of the policy after which an episode in an environment or of an agent ends."""
@@ -162,11 +212,11 @@ class AgenticConfig:
                 f"{self.PATH}.agent={EXTERNAL} and {self.gateway.PATH}.runners_dir require each other, got "
                 f"agent={self.agent!r} and runners_dir={self.gateway.runners_dir!r}; set both"
             )
-        if self.turn_rewards and self.agent is not None and self.gateway.max_chains > 1:
+        if self.turn_rewards and self.agent is not None and self.gateway.max_chains != 1:
             raise ConfigError(
                 f"{self.PATH}.turn_rewards requires {self.gateway.PATH}.max_chains=1 with an agent, because "
                 "rewards of one conversation are no credit for the turns of another, got "
-                f"{self.gateway.max_chains}; set it to 1"
+                f"{self.max_chains}; set it to 1"
             )
         self.variables()
         if self.redundancy and self.ends.env_failed == "score":
@@ -188,13 +238,23 @@ class AgenticConfig:
         self._check_agent()
 
     def _check_agent(self) -> None:
-        """Raises ConfigError if a knob cannot have an effect with this agent."""
+        """Raises ConfigError if a knob cannot have an effect with this agent, or without one."""
         if self.agent is None:
+            if self.ends.chains != EndPolicies().chains:
+                raise ConfigError(
+                    f"{self.PATH}.ends.chains={self.ends.chains} requires {self.PATH}.agent, because only "
+                    "agents over HTTP begin other conversations; remove it"
+                )
             return
-        if self.agent_env is not None and self.verify is None and not _is_command(self.agent):
+        if self.agent_env is not None and not self.has_commands:
             raise ConfigError(
                 f"{self.PATH}.agent_env requires a command as the agent, or verify, got "
                 f"agent={self.agent!r}; remove it"
+            )
+        if self.sandbox == "on" and not self.has_commands:
+            raise ConfigError(
+                f"{self.PATH}.sandbox=on requires a command as the agent, or verify, got "
+                f"agent={self.agent!r}, which runs elsewhere; make it a command, or remove the key"
             )
         # `verify` does not reach the policy, and may use another model.
         overridden = [name for name in OF_POLICY if name in (self.agent_env or {}) and self.verify is None]
@@ -208,6 +268,18 @@ class AgenticConfig:
                 f"{self.PATH}.ends.invalid={self.ends.invalid} requires {self.PATH}.environment, because an "
                 "agent over HTTP takes no actions; remove it"
             )
+
+    @property
+    def max_chains(self) -> int:
+        """Return how many conversations an episode of an agent may have."""
+        return self.max_turns if self.gateway.max_chains is None else self.gateway.max_chains
+
+    @property
+    def has_commands(self) -> bool:
+        """Return whether the run starts commands for agents."""
+        return self.verify is not None or (
+            self.agent is not None and self.agent != EXTERNAL and not is_function(self.agent)
+        )
 
     def variables(self) -> dict[str, str]:
         """Return `agent_env` as text, with true and false as YAML and the command line have them.
@@ -243,10 +315,6 @@ def _given(config: Any, name: str) -> Iterator[str]:
         return
     for field in fields(value):
         yield from (f"{name}.{one}" for one in _given(value, field.name))
-
-
-def _is_command(agent: str) -> bool:
-    return agent != EXTERNAL and not is_function(agent)
 
 
 def agent_loop_for(own: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from .divisibility import check_divides, divisor_below
 from .paths import select
 from .placement import Placement, Pool
+from .training_engine import OTHERS
 
 ACTOR, REF, ROLLOUT, CRITIC = (
     "actor_rollout_ref.actor",
@@ -55,26 +56,31 @@ class Ranks:
         return self.pool.devices // self.size
 
 
-def check_batch_sizes(config: Mapping[str, Any], placement: Placement) -> None:
-    """Raises ConfigError if a batch or a mini-batch of this resolved verl config cannot be divided."""
+def fit_batch_sizes(config: Mapping[str, Any], placement: Placement) -> dict[str, tuple[int, str]]:
+    """Return a smaller micro-batch, which changes no result, for each that does not divide its samples, with
+    why.
+
+    Raises ConfigError if a batch or a mini-batch of this resolved verl config cannot be divided.
+    """
     engines = dict(_engines(config, placement))
     for ranks, prefix, model in engines.values():
         _check_mesh(config, ranks, prefix, model)
 
     train, critic = engines["train"][0], engines["critic"][0] if "critic" in engines else None
     _check_mini_batches(config, train, critic)
-    _check_training(config, train)
+    fitted = _fit_training(config, train)
 
     batches = _batches(config, train, critic)
     if "logp" in engines:
-        _check_forward(config, "logp", ROLLOUT, engines["logp"][0], batches)
+        fitted |= _fit_forward(config, "logp", ROLLOUT, engines["logp"][0], batches)
     elif not select(config, DYNAMIC):
         # verl asks for the size and does not use it.
         _require_size(config, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", DYNAMIC)
     if "ref_logp" in engines:
-        _check_forward(config, "ref_logp", REF, engines["ref_logp"][0], batches)
+        fitted |= _fit_forward(config, "ref_logp", REF, engines["ref_logp"][0], batches)
     if critic is not None:
         _check_critic(config, critic)
+    return fitted
 
 
 def _engines(config: Mapping[str, Any], placement: Placement) -> Iterator[tuple[str, tuple[Ranks, str, str]]]:
@@ -101,6 +107,13 @@ def _engines(config: Mapping[str, Any], placement: Placement) -> Iterator[tuple[
         section = ACTOR if role == "logp" else fsdp.rpartition(".")[0]
         if select(config, f"{section}.strategy") == "megatron":
             yield role, (_megatron_ranks(config, pool, f"{section}.megatron"), f"{section}.megatron", model)
+            continue
+        if (engine := str(select(config, f"{section}.strategy"))) in OTHERS:
+            first, *others = (f"{section}.{path}" for path in OTHERS[engine])
+            sizes = [_whole(config, path, least=1, default=1) for path in others]
+            sequence = _whole(config, first, least=1, default=1)
+            ranks = Ranks(pool=pool, sequence_path=first, sequence=sequence, model=math.prod(sizes))
+            yield role, (ranks, f"{section}.{engine}", model)
             continue
         # verl lets the deprecated key win where it is above 1.
         old = _whole(config, deprecated, least=1, default=1)
@@ -152,6 +165,11 @@ def _check_mesh(config: Mapping[str, Any], ranks: Ranks, fsdp: str, model: str) 
             f"{ranks.sequence_path} must divide the {devices} devices of pool {ranks.pool.name}, got "
             f"{sequence}; set it to {divisor_below(devices, sequence)}"
         )
+    if devices % ranks.size:
+        raise ConfigError(
+            f"the parallel sizes of {fsdp} must together divide the {devices} devices of pool "
+            f"{ranks.pool.name}, got {ranks.size}; reduce them"
+        )
     if sequence > 1 and not select(config, f"{model}.use_remove_padding"):
         raise ConfigError(
             f"{model}.use_remove_padding must be True with {ranks.sequence_path}={sequence}, got False; "
@@ -192,8 +210,9 @@ def _check_mini_batches(config: Mapping[str, Any], train: Ranks, critic: Ranks |
         )
 
 
-def _check_training(config: Mapping[str, Any], train: Ranks) -> None:
+def _fit_training(config: Mapping[str, Any], train: Ranks) -> dict[str, tuple[int, str]]:
     """Raises ConfigError if a mini-batch of a training rank cannot be split into micro-batches."""
+    fitted: dict[str, tuple[int, str]] = {}
     if select(config, DYNAMIC):
         _check_tokens(config, f"{ACTOR}.ppo_max_token_len_per_gpu", train)
     else:
@@ -201,38 +220,50 @@ def _check_training(config: Mapping[str, Any], train: Ranks) -> None:
         rows = mini // train.number
         path = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         size = _require_size(config, path, DYNAMIC, rows)
-        if rows % size:
-            raise ConfigError(
-                f"{path} must divide the {rows} samples that each rank trains in a mini-batch "
-                f"(actor.ppo_mini_batch_size x rollout.n / {train.number} ranks), got {size}; "
-                f"use {DYNAMIC}=True, or set it to {divisor_below(rows, size)}"
-            )
+        what = (
+            f"the {rows} samples that each rank trains in a mini-batch "
+            f"(actor.ppo_mini_batch_size x rollout.n / {train.number} ranks)"
+        )
+        fitted = _fit(path, size, rows, what)
     logp = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
     dynamic = bool(select(config, DYNAMIC))
     if bool(select(config, logp)) != dynamic:
         raise ConfigError(
             f"{logp} must equal {DYNAMIC}={dynamic}, got {select(config, logp)!r}; leave it out"
         )
+    return fitted
 
 
-def _check_forward(
+def _fit(path: str, size: int, rows: int, what: str) -> dict[str, tuple[int, str]]:
+    """Return the largest micro-batch that divides `rows`, if `size` does not and is not twice as large.
+
+    Raises ConfigError if it is; so small a micro-batch may be much slower than the user expects.
+    """
+    fits = divisor_below(rows, min(size, rows))
+    if fits == size:
+        return {}
+    if min(size, rows) > 2 * fits:
+        raise ConfigError(f"{path} must divide {what}, got {size}; use {DYNAMIC}=True, or set it to {fits}")
+    return {path: (fits, f"{size} does not divide {what}")}
+
+
+def _fit_forward(
     config: Mapping[str, Any], role: str, prefix: str, ranks: Ranks, batches: Mapping[int, str]
-) -> None:
+) -> dict[str, tuple[int, str]]:
     """Raises ConfigError if a whole batch cannot be split over the ranks that compute log-probs."""
     for samples, what in batches.items():
         check_divides(ranks.pool, samples, f"a batch of {role} ({what})", ranks.size)
     if select(config, f"{prefix}.log_prob_use_dynamic_bsz"):
         _check_tokens(config, f"{prefix}.log_prob_max_token_len_per_gpu", ranks)
-        return
+        return {}
     rows = math.gcd(*batches) // ranks.number
     path = f"{prefix}.log_prob_micro_batch_size_per_gpu"
     size = _require_size(config, path, f"{prefix}.log_prob_use_dynamic_bsz", rows)
-    if rows % size:
-        raise ConfigError(
-            f"{path} must divide the {rows} samples of a batch on each rank of {role} "
-            f"({BATCH} x rollout.n / {ranks.number} ranks, padded to whole mini-batches), got {size}; use "
-            f"{DYNAMIC}=True, or set it to {divisor_below(rows, size)}"
-        )
+    what = (
+        f"the {rows} samples of a batch on each rank of {role} "
+        f"({BATCH} x rollout.n / {ranks.number} ranks, padded to whole mini-batches)"
+    )
+    return _fit(path, size, rows, what)
 
 
 def _batches(config: Mapping[str, Any], train: Ranks, critic: Ranks | None) -> dict[int, str]:
@@ -262,9 +293,6 @@ def _check_tokens(config: Mapping[str, Any], path: str, ranks: Ranks, default: i
     """Raises ConfigError if the longest sequence does not fit into a micro-batch."""
     most = _whole(config, path, least=1, default=default) * ranks.sequence
     longest = sum(_whole(config, f"{ROLLOUT}.{name}_length", least=1) for name in ("prompt", "response"))
-    limit = select(config, f"{ROLLOUT}.max_model_len")
-    if isinstance(limit, int):
-        longest = min(longest, limit)
     if most < longest:
         times = "" if ranks.sequence == 1 else f" x {ranks.sequence_path}={ranks.sequence}"
         raise ConfigError(

@@ -17,6 +17,8 @@ class DiffusionConfig:
     an SDE step, is to an image what a token is to a text: it is trained."""
 
     PATH: ClassVar[str] = f"{OWN}.diffusion"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("validation_steps", "kept_pictures")
+    """Knobs that a resumed run may have with other values; see `fields`."""
 
     num_inference_steps: Positive = 10
     """Denoising steps of an image in training."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,11 @@ from .paths import select
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 TOOL_AGENT = "tool_agent"
 """verl's agent loop that calls tools."""
+SANDBOXES = {
+    "auto": "its commands run in a sandbox on hosts that permit one, as doctor says (sandbox=auto)",
+    "on": "its commands run in a sandbox (sandbox=on)",
+    "off": "its commands can read the files and processes of the run (sandbox=off)",
+}
 OF_ALL_LOOPS = ("agent_failed", "deadline")
 """The ends that each agent loop knows."""
 
@@ -35,6 +41,13 @@ def describe_episodes(
     if knobs.agent is not None:
         yield f"agent {knobs.agent} ({_kind(knobs.agent)}), over HTTP"
         yield f"its reward: {_reward(knobs)}"
+        if knobs.has_commands:
+            yield SANDBOXES[knobs.sandbox]
+        if not ipaddress.ip_address(knobs.gateway.host).is_loopback:
+            yield (
+                f"its gateway listens on {knobs.gateway.host}, unencrypted: other hosts reach it, with the "
+                "key of an episode"
+            )
         if knobs.gateway.agent_may_reward and knobs.verify is None:
             yield "the agent has its control key: everything that it runs can set its reward"
     if plays_verls:
@@ -89,7 +102,7 @@ def _ends(knobs: AgenticConfig) -> Iterator[str]:
 def _known_ends(knobs: AgenticConfig) -> tuple[str, ...]:
     """Return the ends that the agent loop of a config knows; see `EndPolicies`."""
     if knobs.environment is not None:
-        return tuple(POLICIES)
+        return tuple(name for name in POLICIES if name != "chains" or knobs.agent is not None)
     if knobs.agent is None:
         return OF_ALL_LOOPS
     without = {"invalid"} if knobs.verify is not None else {"invalid", "env_failed"}

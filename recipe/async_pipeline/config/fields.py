@@ -8,6 +8,9 @@ Only a field's annotation says what it accepts:
     depth: int | None = None                            None: derived from other knobs
     staleness: StalenessConfig = StalenessConfig()      a section with its own knobs
 
+A knob belongs to the identity of a run, which a resume keeps, unless `MAY_CHANGE` of its class names it or
+its section: it changes neither what is trained nor what a checkpoint holds, or the run may have ended for it.
+
 Error messages have one line: path, rule, value, remedy.
 """
 
@@ -67,6 +70,8 @@ class Knob(NamedTuple):
     default: Any
     section: type
     """The dataclass that has the field."""
+    may_change: bool = False
+    """Whether a resumed run may have another value."""
 
     @property
     def name(self) -> str:
@@ -83,7 +88,8 @@ class Knob(NamedTuple):
         if rule is not None:
             remedy = self.bounds.remedy if self.bounds else self._remedy()
             written = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{path} must be {rule}, got {written!r}; {remedy}")
+            got = "null" if written is None else repr(written)
+            raise ConfigError(f"{path} must be {rule}, got {got}; {remedy}")
 
     def _violated(self, value: Any) -> str | None:
         if self.choices:
@@ -103,7 +109,8 @@ class Knob(NamedTuple):
         if typing.get_origin(self.kind) is tuple:
             texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
             return None if texts else "a list of texts"
-        return None  # a mapping, which other code checks
+        is_mapping = typing.get_origin(self.kind) is Mapping
+        return "a mapping" if is_mapping and not isinstance(value, Mapping) else None
 
     def _remedy(self) -> str:
         return f"{self.choices[0]} is the default" if self.choices else "leave it out for the default"
@@ -116,7 +123,7 @@ def knobs_of(root: type) -> tuple[Knob, ...]:
 
 @functools.cache  # reading the annotations takes longer than all the checks of a config
 def _all_knobs(root: type) -> tuple[Knob, ...]:
-    return tuple(_knobs(root, ""))
+    return tuple(_knobs(root, "", free=False))
 
 
 def sections_of(root: type) -> Mapping[str, type]:
@@ -157,15 +164,17 @@ def check_fields(section: Any, path: str) -> None:
             knob.check(value, f"{path}.{knob.path}")
 
 
-def _knobs(cls: type, prefix: str) -> Iterator[Knob]:
+def _knobs(cls: type, prefix: str, *, free: bool) -> Iterator[Knob]:
+    """Yield the knobs of a section; `free`: all of them may change when a run is resumed."""
     hints, kinds = typing.get_type_hints(cls, include_extras=True), _kinds(cls)
     for item in dataclasses.fields(cls):
         kind = kinds[item.name]
+        may_change = free or item.name in getattr(cls, "MAY_CHANGE", ())
         if dataclasses.is_dataclass(kind):
-            yield from _knobs(typing.cast("type", kind), f"{prefix}{item.name}.")
+            yield from _knobs(typing.cast("type", kind), f"{prefix}{item.name}.", free=may_change)
         else:
             bounds = next((part for part in _parts(hints[item.name]) if isinstance(part, Bounds)), None)
-            yield Knob(f"{prefix}{item.name}", kind, bounds, item.default, cls)
+            yield Knob(f"{prefix}{item.name}", kind, bounds, item.default, cls, may_change)
 
 
 def _kinds(cls: type) -> Mapping[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import ConfigError
 
-Kind = Literal["set", "nothing to do", "differs", "by hand", "unknown"]
+Kind = Literal["set", "nothing to do", "differs", "by hand", "unsupported", "unknown"]
 """What became of a key: overrides; nothing, because it is so anyway; overrides or nothing, with a difference
-that matters; something that the user has to do; or nothing is known of it.
+that matters; something that the user has to do; nothing, because the value is wrong or this package cannot do
+it; or nothing is known of it.
 """
 Document = Mapping[str, Any]
 
@@ -129,6 +130,11 @@ def by_hand(text: str) -> Rule:
     return lambda value, document: Outcome("by hand", text=text)
 
 
+def unsupported(text: str) -> Rule:
+    """This package cannot do it."""
+    return lambda value, document: Outcome("unsupported", text=text)
+
+
 def one_of(choices: Mapping[Any, Any], *paths: str, otherwise: str) -> Rule:
     """Set these paths to the counterpart of the value; for other values, say `otherwise`."""
 
@@ -146,6 +152,18 @@ def only(expected: Any, text: str, otherwise: str) -> Rule:
     def rule(value: Any, document: Document) -> Outcome:
         same = value == expected
         return Outcome("nothing to do" if same else "differs", text=text if same else otherwise)
+
+    return rule
+
+
+def untruncated(path: str, *whole: Any) -> Rule:
+    """Set a limit of sampling if it is one of `whole`, which cut nothing off; leave it out otherwise."""
+
+    def rule(value: Any, document: Document) -> Outcome:
+        if value in whole:
+            return Outcome("set", {path: value})
+        text = f"left at {whole[0]}, since log-probs of truncated sampling cannot be compared with a lag"
+        return Outcome("differs", text=text)
 
     return rule
 

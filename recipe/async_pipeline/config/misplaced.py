@@ -150,14 +150,23 @@ def _read_in() -> Mapping[str, list[str]]:
     return found
 
 
-def unknown_key(path: str, near: str | None = None) -> str:
+def unknown_key(path: str, near: str | None = None, *, read: bool = True) -> str:
     """Return the one-line message for a path that hydra does not find in the config.
 
     `near`: the key of verl's of which it is a misspelling; with a `+`, it would be refused as well.
+    `read`: whether code of verl may read it, as it does some keys that its configuration does not have.
     """
     if near is not None:
         return f"{path} is not a key of this config; did you mean {near!r}?"
     if not path.startswith(f"{OWN}."):
+        places = _places().get(path.rpartition(".")[2], ())
+        if places and path not in places:
+            return f"{path} is not a key of this config; leave it out, or set {' or '.join(places)}"
+        if not (read or places):
+            return (
+                f"{path} is not a key of this config, and no code of verl reads it; leave it out, or write "
+                f"+{path}=... for code of yours that does"
+            )
         return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
     knob = path.removeprefix(f"{OWN}.")
     mappings = mapping_knobs(AsyncPipelineConfig)

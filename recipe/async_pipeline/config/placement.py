@@ -260,12 +260,13 @@ def place(
     node: int,
     path: str = POOLS,
     replica: int = 1,
+    full_nodes: bool = True,
 ) -> Placement:
     """Assign whole devices to each wish. Raises ConfigError, with the nearest possible sizes, if one fails.
 
     `roles` holds the stages of `PLACED` that the run has; stages that no wish names share the training
     devices. `devices` counts all devices, `node` the devices of one node, and `replica` the devices of one
-    replica.
+    replica. Unless `full_nodes`, one node has only the devices that are left for it.
     """
     wished = {role for wish in wishes for role in wish.roles}
     rest = tuple(role for role in roles if role not in wished)
@@ -290,7 +291,10 @@ def place(
         Pool(wish.name, here, _on_nodes(wish.name, count, node, path))
         for (wish, here), count in zip(kept, counts, strict=True)
     )
-    _check_packing(pools, -(-devices // node), node, max(1, replica), path)
+    left = [node] * -(-devices // node)
+    if not full_nodes and devices % node:
+        left[0] = devices % node
+    _check_packing(pools, left, node, max(1, replica), path)
     return Placement(pools)
 
 
@@ -312,12 +316,14 @@ def _without(unused: Wish, wishes: Sequence[Wish], path: str) -> str:
     return f"use {POOLS}={{{pools}}} instead{asked}"
 
 
-def _check_packing(pools: Sequence[Pool], nodes: int, node: int, replica: int, path: str) -> None:
+def _check_packing(pools: Sequence[Pool], left: list[int], node: int, replica: int, path: str) -> None:
     """Pack first fit, largest first, replicas last; a replica larger than a node takes whole nodes.
+
+    `left` has the free devices of each node, and changes.
 
     Raises ConfigError if no node has enough devices left for a pool or a replica, or too few are whole.
     """
-    left = [node] * nodes
+    nodes = len(left)
     parts = [(part, pool.name) for pool in pools if "generate" not in pool.roles for part in pool.per_node]
     begin = 0
     for part, name in sorted(parts, reverse=True):

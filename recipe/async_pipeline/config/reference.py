@@ -57,7 +57,7 @@ _DOCS_HEAD = f"""\
 the command line as `trainer.v1.async_pipeline.staleness.max_lag=2`, or with a leading `+` if your config does
 not include `configs/async_pipeline.yaml`. An unknown or misplaced key is an error that names the nearest
 knob. `async-pipeline explain --knobs [SECTION]` prints these tables, and `async-pipeline explain` the plan
-that results from a command line.
+that results from a command line. A resumed run must keep the value of each knob that may not change.
 """
 _VERLS_DEFAULTS = """\
 ## Defaults of verl that change
@@ -114,10 +114,10 @@ def render_docs() -> str:
     for title, knobs in _by_section().items():
         prose = "\n".join(_wrapped(documents[title], LINE)) if title else ""
         parts.append(f"\n## `{title}`\n\n{prose}\n\n" if title else "\n## Top level\n\n")
-        parts.append("| Knob | Values | Default | Meaning |\n|---|---|---|---|\n")
+        parts.append("| Knob | Values | Default | May change | Meaning |\n|---|---|---|---|---|\n")
         for knob in knobs:
             meaning, default = _meaning(knob, documents[knob.path])
-            cells = (f"`{knob.path}`", _values(knob), default, meaning)
+            cells = (f"`{knob.path}`", _values(knob), default, "yes" if knob.may_change else "no", meaning)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     parts += ["\n", _VERLS_DEFAULTS, _FOREIGN_HEAD, *_foreign_rows()]
     return "".join(parts)
@@ -143,7 +143,8 @@ def render_help(section: str | None = None) -> list[str]:
     for knob in knobs_of(AsyncPipelineConfig):
         if section is None or section in (knob.path, knob.name) or knob.path.startswith(f"{section}."):
             meaning, default = _meaning(knob, documents[knob.path])
-            lines += ["", f"{knob.path}  ({_values(knob)}; default: {default})".replace("`", "")]
+            resumed = "; may change at a resume" if knob.may_change else ""
+            lines += ["", f"{knob.path}  ({_values(knob)}; default: {default}{resumed})".replace("`", "")]
             lines += textwrap.wrap(
                 meaning.replace("`", ""), 90, initial_indent="    ", subsequent_indent="    "
             )

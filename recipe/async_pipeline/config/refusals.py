@@ -88,12 +88,14 @@ def must_be_positive(path: str, remedy: str) -> Refusal:
 
 
 def refuse(rows: Iterable[Refusal], at: Settings) -> None:
-    """Raises ConfigError for the first row that applies and whose key has another value."""
+    """Raises ConfigError with a line for each key that has another value, from its first row that applies."""
+    found: dict[str, str] = {}
     for row in rows:
-        value = at[row.path]
-        if not row.allowed(value) and row.when(at):
-            rule, remedy = at.fill(row.rule), at.fill(row.remedy)
-            raise ConfigError(f"{at.absolute(row.path)} {rule}, got {value!r}; {remedy}")
+        path, value = at.absolute(row.path), at[row.path]
+        if path not in found and not row.allowed(value) and row.when(at):
+            found[path] = f"{path} {at.fill(row.rule)}, got {value!r}; {at.fill(row.remedy)}"
+    if found:
+        raise ConfigError(*found.values())
 
 
 # Values that keys may have.
@@ -137,6 +139,11 @@ def positive(value: Any) -> bool:
 def whole_or_none(value: Any) -> bool:
     """Return whether a value is a whole number >= 0 or absent."""
     return value is None or (whole(value) and value >= 0)
+
+
+def share(value: Any) -> bool:
+    """Return whether a value is a number above 0 and at most 1, or absent."""
+    return value is None or (number_above(0)(value) and value <= 1)
 
 
 def number_above(least: float) -> Callable[[Any], bool]:

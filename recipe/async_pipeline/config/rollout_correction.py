@@ -87,12 +87,29 @@ PARAMETER_ROWS: tuple[Refusal, ...] = (
     must_be_one_of(f"{POLICY_LOSS}.topr_ratio_level", RATIO_LEVELS, "token is the default"),
 )
 """Rows for the parameters that are set."""
+CORRECTING_LOSS = "bypass_mode"
+"""verl's loss that applies `rollout_is` and `rollout_rs` between the current policy and the rollout."""
+
+
+def _bypassed(at: Settings) -> bool:
+    return bool(at[f"{CORRECTION}.bypass_mode"])
+
+
+def _corrects_in_the_loss(at: Settings) -> bool:
+    return _bypassed(at) and at[f"{POLICY_LOSS}.loss_mode"] == CORRECTING_LOSS
+
+
+def _bypassed_without_correction(at: Settings) -> bool:
+    return _bypassed(at) and not _corrects_in_the_loss(at)
+
+
 BEFORE_NAMES: tuple[Refusal, ...] = (
     Refusal(
         f"{POLICY_LOSS}.loss_mode",
-        other_than("bypass_mode"),
-        "must not be bypass_mode, which omits the rollout correction",
-        f"set {CORRECTION}.bypass_mode=True and name a loss instead",
+        other_than(CORRECTING_LOSS),
+        "must not be bypass_mode, which reads the rollout correction",
+        f"set {CORRECTION}.bypass_mode=True",
+        when=lambda at: not _bypassed(at),
     ),
 )
 LOSS_ROWS: tuple[Refusal, ...] = (
@@ -125,8 +142,15 @@ CORRECTION_ROWS: tuple[Refusal, ...] = (
     Refusal(
         f"{CORRECTION}.loss_type",
         any_of(None, "ppo_clip"),
-        "must not be set",
-        "verl's V1 trainer ignores it, set pg_variant instead",
+        f"must be ppo_clip without {CORRECTION}.bypass_mode",
+        "set pg_variant instead",
+        when=lambda at: not _corrects_in_the_loss(at),
+    ),
+    Refusal(
+        f"{CORRECTION}.loss_type",
+        any_of(None, "ppo_clip", "reinforce"),
+        "must be ppo_clip or reinforce",
+        "ppo_clip is verl's default",
     ),
     Refusal(
         f"{CORRECTION}.rollout_is",
@@ -139,11 +163,7 @@ CORRECTION_ROWS: tuple[Refusal, ...] = (
 
 _ROLLOUT_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 _OF_THE_ROLLOUT = "if old log-probs are the rollout's"
-_ONLY_THE_LOSS = "set it to null, since only the loss corrects then"
-
-
-def _bypassed(at: Settings) -> bool:
-    return bool(at[f"{CORRECTION}.bypass_mode"])
+_ONLY_THE_LOSS = f"set it to null, or {POLICY_LOSS}.loss_mode=vanilla, with which it is a part of the loss"
 
 
 LEFT_OUT: tuple[Refusal, ...] = (
@@ -165,14 +185,14 @@ LEFT_OUT: tuple[Refusal, ...] = (
         any_of(None),
         f"must be null {_OF_THE_ROLLOUT} (bypass_mode, old_logp=rollout)",
         _ONLY_THE_LOSS,
-        _bypassed,
+        _bypassed_without_correction,
     ),
     Refusal(
         f"{CORRECTION}.rollout_rs",
         any_of(None),
         f"must be null {_OF_THE_ROLLOUT} (bypass_mode, old_logp=rollout)",
         _ONLY_THE_LOSS,
-        _bypassed,
+        _bypassed_without_correction,
     ),
 )
 """Corrections that verl would silently leave out."""
@@ -230,6 +250,26 @@ def _require_known_keys(section: Mapping[str, Any]) -> None:
             )
 
 
+def correcting_loss(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return keys with which the loss applies the corrections of a config with `bypass_mode`, each with why.
+
+    verl's V1 trainer would ignore `rollout_is`, `rollout_rs` and `loss_type` then. Its older one handed the
+    section to this loss.
+    """
+    section = select(config, CORRECTION)
+    if not isinstance(section, Mapping) or section.get("bypass_mode") is not True:
+        return {}
+    mode = select(config, f"{POLICY_LOSS}.loss_mode")
+    chosen = section.get("rollout_is") or section.get("rollout_rs") or section.get("loss_type") == "reinforce"
+    if mode != CORRECTING_LOSS and not (chosen and mode in (None, "vanilla")):
+        return {}
+    why = f"with {CORRECTION}.bypass_mode, the loss applies the corrections"
+    return {
+        f"{POLICY_LOSS}.loss_mode": (CORRECTING_LOSS, why),
+        f"{POLICY_LOSS}.rollout_correction": (dict(section), why),
+    }
+
+
 def describe_loss(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
     """Describe the loss. `mini_batches` counts the optimizer updates of one epoch over a step."""
     mode = str(select(config, f"{POLICY_LOSS}.loss_mode"))
@@ -248,7 +288,10 @@ def describe_correction(config: Mapping[str, Any], old_logp: str, max_lag: int) 
     if old_logp == "rollout":
         if select(config, f"{POLICY_LOSS}.loss_mode") in WITHOUT_RATIO:
             return f"none: the loss has no ratio{_remedy(max_lag, 'pg_variant=tis')}"
-        return "by the loss, whose ratio is to the versions that generated the tokens"
+        by_loss = "by the loss, whose ratio is to the versions that generated the tokens"
+        if select(config, f"{POLICY_LOSS}.loss_mode") != CORRECTING_LOSS:
+            return by_loss
+        return "; ".join([f"{by_loss} ({section.get('loss_type') or 'ppo_clip'})", *_masks(section)])
 
     found = []
     if section.get("rollout_is"):
@@ -260,9 +303,14 @@ def describe_correction(config: Mapping[str, Any], old_logp: str, max_lag: int) 
             f"weight of a {what}: ratio of {_PI_OLD[old_logp]} to the versions that generated it, "
             f"{bound}{scaled}"
         )
-    if section.get("rollout_rs"):
-        found.append(f"mask by {section['rollout_rs']} beyond {section.get('rollout_rs_threshold')}")
+    found += _masks(section)
     return "; ".join(found) or f"none{_remedy(max_lag, f'{CORRECTION}.rollout_is=token')}"
+
+
+def _masks(section: Mapping[str, Any]) -> list[str]:
+    """Describe the rejection of tokens or responses, if there is any."""
+    by = section.get("rollout_rs")
+    return [f"mask by {by} beyond {section.get('rollout_rs_threshold')}"] if by else []
 
 
 def _remedy(max_lag: int, remedy: str) -> str:

@@ -7,7 +7,7 @@ Pure arithmetic on a resolved verl config; `async-pipeline explain` prints it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .open_requests import OpenRequests
 from .paths import OWN, select
 from .placement import Placement
 from .rollout_correction import describe_correction, describe_loss
+from .sample_store import StoreBudget, store_budget
 from .schema import AsyncPipelineConfig
 from .training_engine import data_parallel, describe_training
 from .user_classes import base_names, class_constant, find_class
@@ -50,6 +51,8 @@ class Plan:
     knobs: AsyncPipelineConfig
     placement: Placement
     old_logp: str
+    engine_version: str | None
+    """Of the rollout engine on this machine; None if it is not installed."""
 
     oldest_groups: int
     """Groups of a step that may have the full lag."""
@@ -72,6 +75,8 @@ class Plan:
     """Responses that the replicas generate concurrently; others wait, see `config.open_requests`."""
     open_requests: int
     """Requests that may be open on one replica."""
+    store: StoreBudget
+    """What the sample store holds."""
     parameters: int | None
     """Parameters of the model; None if it is not on this machine."""
     published_parameters: int | None
@@ -98,9 +103,16 @@ class Plan:
 
 
 def plan_of(
-    config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, old_logp: str
+    config: Mapping[str, Any],
+    knobs: AsyncPipelineConfig,
+    placement: Placement,
+    old_logp: str,
+    engine_version: str | None = None,
 ) -> Plan:
-    """Compute the plan of a resolved verl config, with the placement and old log-probs of its checks."""
+    """Compute the plan of a resolved verl config, with the placement and old log-probs of its checks.
+
+    `engine_version`: of the engine on this machine, if it is installed.
+    """
 
     def number(path: str) -> int:
         return int(select(config, path))
@@ -117,15 +129,14 @@ def plan_of(
     staging = "host" if at_once else knobs.weight_sync.load_staging
     parameters = count_parameters(_model(config))
     published = _published(config, parameters)
-    nbytes = (
-        None if published is None else published * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
-    )
+    nbytes = _bytes_of_a_version(config, published)
 
     return Plan(
         config=config,
         knobs=knobs,
         placement=placement,
         old_logp=old_logp,
+        engine_version=engine_version,
         oldest_groups=oldest,
         load_staging=staging,
         reward_model_devices=_reward_model_devices(config),
@@ -147,11 +158,23 @@ def plan_of(
             groups_per_step=batch,
             answers_per_group=n + knobs.agentic.redundancy,
         ).per_replica,
+        store=store_budget(config, knobs),
         parameters=parameters,
         published_parameters=published,
         arena_bytes=None if nbytes is None else ARENAS * nbytes,
         spare_bytes=_spare_bytes(config, staging, parameters, nbytes),
     )
+
+
+def arena_bytes(config: Mapping[str, Any]) -> int | None:
+    """Return the shared memory of the trainer's node for published weights, or None if it is unknown."""
+    nbytes = _bytes_of_a_version(config, _published(config, count_parameters(_model(config))))
+    return None if nbytes is None else ARENAS * nbytes
+
+
+def _bytes_of_a_version(config: Mapping[str, Any], parameters: int | None) -> int | None:
+    item = ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
+    return None if parameters is None else parameters * item
 
 
 def _model(config: Mapping[str, Any]) -> Path:
@@ -208,9 +231,10 @@ def _order(strategy: str) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the figures of `explain --json`."""
     config, knobs = plan.config, plan.knobs
-    sources = ("config", "knobs", "placement", "train_devices")
+    sources = ("config", "knobs", "placement", "train_devices", "store")
     figures = {item.name: getattr(plan, item.name) for item in fields(plan) if item.name not in sources}
     return figures | {
+        "store": asdict(plan.store),
         "strategy": knobs.strategy,
         "max_lag": knobs.staleness.max_lag,
         "order": _order(knobs.strategy),
@@ -264,7 +288,7 @@ def describe_plan(plan: Plan) -> list[str]:
         lines.append(f"custom stages   {', '.join(knobs.custom_stages)}")
     lines += [
         f"training        {describe_training(config, plan.train_devices)}",
-        f"engine          {_ENGINES.get(engine, engine)}, {_parallel(plan)}",
+        f"engine          {_ENGINES.get(engine, engine)}{_version(plan)}, {_parallel(plan)}",
         *_adapters(plan),
         f"weights         updated {every}; requests in flight during an update: {sync.in_flight_policy}",
         f"                staged {_STAGED[plan.load_staging]}{_DELTA if sync.delta else ''}",
@@ -280,6 +304,7 @@ def describe_plan(plan: Plan) -> list[str]:
         f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} responses, for "
         f"{plan.engine_slots} engine slots{_slots(plan)}",
         *_redundancy(plan),
+        f"sample store    at most {plan.store.rows} rows{_capacity(plan)}{_store_memory(plan)}",
         *(f"{'' if i else 'episodes':16}{text}" for i, text in enumerate(plan.episodes)),
         f"host memory     {_size(plan.arena_bytes, _unknown(plan))} for two copies of the "
         f"{'adapters' if publishes_adapters(config) else 'weights'} on the trainer's node",
@@ -301,6 +326,10 @@ _OLD_LOGP = {
     "logp_pool": "step s uses version s-2 (or the last weight update before it), computed during step s-1",
     "rollout": "recorded by the engines during generation; none are computed",
 }
+
+
+def _version(plan: Plan) -> str:
+    return "" if plan.engine_version is None else f" {plan.engine_version}"
 
 
 def _parallel(plan: Plan) -> str:
@@ -348,6 +377,16 @@ def _redundancy(plan: Plan) -> Iterator[str]:
 
 def _padding(plan: Plan) -> str:
     return f"; the last is padded with {plan.padding_per_step} empty samples" if plan.padding_per_step else ""
+
+
+def _capacity(plan: Plan) -> str:
+    capacity = plan.store.capacity
+    return "" if capacity is None else f" of {capacity}"
+
+
+def _store_memory(plan: Plan) -> str:
+    nbytes = plan.store.nbytes
+    return "" if nbytes is None else f"; {_size(nbytes)} of host memory if all have their full length"
 
 
 def _count(number: int, singular: str, plural: str = "") -> str:

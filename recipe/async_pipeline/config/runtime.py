@@ -24,6 +24,8 @@ class RuntimeConfig:
     """Name of the run, kept when it is resumed."""
     identity: Mapping[str, str]
     """Settings that must not change when the run is resumed; see `checkpoint.resume.identity_of`."""
+    epoch: int
+    """Number of this process among all processes that have written to the folder for checkpoints."""
     run_dir: Path
     """Absolute path."""
     run_dir_mark: str | None
@@ -46,6 +48,7 @@ class RuntimeConfig:
         return cls(
             run=str(plain["run"]),
             identity={str(name): str(value) for name, value in plain["identity"].items()},
+            epoch=int(plain["epoch"]),
             run_dir=Path(plain["run_dir"]),
             run_dir_mark=plain["run_dir_mark"],
             resume_from=None if plain["resume_from"] is None else Path(plain["resume_from"]),
@@ -60,6 +63,7 @@ class RuntimeConfig:
         return {
             "run": self.run,
             "identity": dict(self.identity),
+            "epoch": self.epoch,
             "run_dir": str(self.run_dir),
             "run_dir_mark": self.run_dir_mark,
             "resume_from": None if self.resume_from is None else str(self.resume_from),

@@ -26,6 +26,9 @@ from .names import flattened
 from .paths import OWN, hint
 from .weight_sync import WeightSyncConfig
 
+MOST_NOTICE_S = 600.0
+"""`watch` gives a run that got SIGTERM so many seconds more."""
+
 STRATEGY_LAG: Mapping[str, int | None] = {name: s.implied_lag for name, s in STRATEGIES.items()}
 """The `max_lag` that each strategy implies, or None if the user chooses it."""
 STRATEGY_ALIASES = {"naive": "on_policy"}
@@ -115,6 +118,8 @@ class RolloutConfig:
     """How requests reach the rollout replicas."""
 
     PATH: ClassVar[str] = f"{OWN}.rollout"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("max_open_requests",)
+    """Knobs that a resumed run may have with other values; see `fields`."""
 
     max_open_requests: Limit | None = None
     """Requests that may be open on one replica; the others wait in the agent loop workers, where they can
@@ -131,6 +136,8 @@ class FleetConfig:
     """Rollout replicas that join and leave during a run; see `async-pipeline replicas`."""
 
     PATH: ClassVar[str] = f"{OWN}.fleet"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("max_replicas", "drain_timeout_s")
+    """Knobs that a resumed run may have with other values; see `fields`."""
 
     max_replicas: Annotated[int, Bounds(least=0, remedy="0 keeps the replicas of the placement")] = 0
     """Replicas up to which the run grows by itself: it starts one wherever a node of the Ray cluster has
@@ -148,6 +155,18 @@ class RewardConfig:
     """How responses are scored, and what happens to one that cannot be scored."""
 
     PATH: ClassVar[str] = f"{OWN}.reward"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "while_generating",
+        "timeout_s",
+        "attempts",
+        "concurrency",
+        "batch",
+        "memory_mb",
+        "cpu_s",
+        "failure",
+        "default",
+    )
+    """Knobs that a resumed run may have with other values; see `fields`."""
     LIMITED: ClassVar[tuple[str, ...]] = ("batch", "attempts", "concurrency", "memory_mb", "cpu_s")
     """Knobs that have an effect only with `timeout_s`."""
 
@@ -197,6 +216,20 @@ class FaultsConfig:
     """Deadlines, and how the run reacts to failures and bad data."""
 
     PATH: ClassVar[str] = f"{OWN}.faults"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "wait_timeout_s",
+        "checkpoint_stall_s",
+        "checkpoint_attempts",
+        "verify_checkpoint_at_start",
+        "loop_stall_s",
+        "notice_s",
+        "degrade_after_failures",
+        "restore_after_successes",
+        "strict_observers",
+        "bad_data",
+        "max_prompt_attempts",
+    )
+    """Knobs that a resumed run may have with other values; see `fields`."""
 
     wait_timeout_s: Seconds = 1800.0
     """Seconds that a stage may wait for items, room, a lease or a version, or for a call into verl to return,
@@ -205,6 +238,11 @@ class FaultsConfig:
     checkpoint_stall_s: Seconds = 1800.0
     """Seconds without a byte of progress after which writing a checkpoint has failed, and with it the run.
     While it grows, a checkpoint may take any time, and so may the stages that wait for it."""
+    checkpoint_attempts: Positive = 10
+    """Checkpoints in a row that a full disk may prevent before the run ends. After each of them the next is
+    tried within a few steps, then after twice as many, up to trainer.save_freq; earlier checkpoints stay.
+    async_pipeline/checkpoint/age_steps is the number of steps since the last complete one. At the last step
+    a full disk always ends the run."""
     verify_checkpoint_at_start: bool = False
     """Read the whole checkpoint and compare its hashes before anything is started, so that with
     trainer.resume_mode=auto a damaged one is passed over. By default only its manifest and the sizes of its
@@ -212,6 +250,10 @@ class FaultsConfig:
     loop_stall_s: Seconds = 60.0
     """Seconds that the trainer's event loop may be blocked before the stacks of all threads are written to
     diagnosis.txt in the run directory. The run continues."""
+    notice_s: Annotated[float, Bounds(least=0, most=MOST_NOTICE_S, remedy="0 ends at once")] = 0.0
+    """Seconds from SIGTERM to the end of the machine, as schedulers grant them to a job that they preempt:
+    the run finishes its step, writes a checkpoint and ends. 0: it ends without a checkpoint, as after
+    Ctrl-C. Leave 20 seconds of the scheduler's time for the end of the processes."""
     degrade_after_failures: Annotated[int, Bounds(least=0, remedy="0 never degrades")] = 3
     """Consecutive weight updates in which a replica was fenced, after which each step waits until the weights
     of the step before are served (blocking); after as many again, nothing is generated ahead (on-policy).
@@ -235,6 +277,9 @@ class FaultsConfig:
 class AsyncPipelineConfig:
     """The knobs of the pipeline, below `trainer.v1.async_pipeline`."""
 
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("run_dir", "pools", "validation", "engine_check")
+    """Knobs that a resumed run may have with other values; see `fields`."""
+
     strategy: str = DEFAULT_STRATEGY
     """on_policy, one_step_off, n_step_ahead, fully_async, or `module:Class` for a custom strategy. The same
     as async_strategy. If only staleness.max_lag is set, the strategy follows from it: 0 is on_policy, 1 is
@@ -256,8 +301,8 @@ class AsyncPipelineConfig:
     version. Prompts for training are generated meanwhile (parallel), or wait until it is over (pause)."""
     engine_check: Literal["refuse", "warn"] = "refuse"
     """What happens if the installed engine lacks something that this package uses, or has changed it, as
-    `async-pipeline doctor --engine` reports: the run is refused, or starts with a warning. The version that
-    this package is tested with is not compared."""
+    `async-pipeline doctor --engine` reports: the run is refused, or starts with a warning unless verl itself
+    cannot start the engine. The version that this package is tested with is not compared."""
     staleness: StalenessConfig = StalenessConfig()
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -307,7 +352,10 @@ class AsyncPipelineConfig:
 
 def plain(knobs: AsyncPipelineConfig) -> dict[str, Any]:
     """Return all knobs as nested plain values, as a config holds them."""
-    return {**dataclasses.asdict(knobs), "custom_stages": list(knobs.custom_stages)}
+    return dataclasses.asdict(
+        knobs,
+        dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs},
+    )
 
 
 def knob_paths() -> tuple[str, ...]:

@@ -21,26 +21,55 @@ EXPERTS = {"expert": "expert_model_parallel_size", "expert-tensor": "expert_tens
 """Kinds that divide experts over ranks which are data-parallel otherwise."""
 
 
+OTHERS: Mapping[str, tuple[str, ...]] = {
+    "veomni": ("veomni.ulysses_parallel_size",),
+    "torchtitan": (
+        "torchtitan.context_parallel_size",
+        "torchtitan.tensor_parallel_size",
+        "torchtitan.pipeline_parallel_size",
+    ),
+    "fsdp_turbo": ("fsdp_config.turbo_config.distributed.ulysses_parallel_size",),
+}
+"""Engines of verl that publish whole tensors, and the sizes that share a row, below the section of a model.
+The first size divides sequences.
+"""
+
+
 def describe_training(config: Mapping[str, Any], devices: int) -> str:
     """Return the engine that trains on this many devices, and its parallel sizes."""
     strategy = str(select(config, f"{ACTOR}.strategy"))
     if strategy == "megatron":
         return _megatron(config, devices)
+    if strategy in OTHERS:
+        rows = data_parallel(config, devices)
+        return f"{strategy}, data-parallel {rows}; whole tensors are published; not tested"
     size = select(config, f"{ACTOR}.fsdp_config.fsdp_size")
     shared = devices if size is None or not 0 < int(size) < devices else int(size)
     copies = f", {devices // shared} copies" if shared < devices else ""
     text = f"{SHARDED.get(strategy, strategy)}, weights sharded over {_count(shared)}{copies}"
-    ulysses = int(select(config, f"{ACTOR}.ulysses_sequence_parallel_size") or 1)
+    ulysses = _ulysses(config)
     return text + (f", sequences over {ulysses} (Ulysses)" if ulysses > 1 else "")
 
 
 def data_parallel(config: Mapping[str, Any], devices: int) -> int:
     """Return how many ranks of the engine that trains on this many devices read different rows."""
-    if str(select(config, f"{ACTOR}.strategy")) == "megatron":
+    strategy = str(select(config, f"{ACTOR}.strategy"))
+    if strategy == "megatron":
         shared = prod(_sizes(config)[kind] for kind in DIVIDING)
+    elif strategy in OTHERS:
+        shared = prod(int(select(config, f"{ACTOR}.{path}") or 1) for path in OTHERS[strategy])
     else:
-        shared = int(select(config, f"{ACTOR}.ulysses_sequence_parallel_size") or 1)
+        shared = _ulysses(config)
     return max(1, devices // shared)
+
+
+def _ulysses(config: Mapping[str, Any]) -> int:
+    """Return how many ranks share a sequence. verl lets the deprecated key win where it is above 1."""
+    old, new = (
+        int(select(config, f"{ACTOR}.{section}ulysses_sequence_parallel_size") or 1)
+        for section in ("", "fsdp_config.")
+    )
+    return old if old > 1 else new
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
-from .aliases import EVERY, FOREIGN, LAG, SHARE, groups_of_roles, quota, verls_own
+from .aliases import EVERY, FOREIGN, LAG, SET_BY_OTHERS, SHARE, groups_of_roles, quota, verls_own
+from .fields import knobs_of
 from .foreign_keys import Draft
 from .misplaced import SWITCHES, reject_misplaced, reject_near_misses
 from .names import flattened
+from .older_verl import corrected
 from .paths import MODE, OWN, PATCH_FREE, RUNTIME, select
 from .placement import wishes_of
 from .schema import (
@@ -88,6 +90,9 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
 
     verl = verls_own(raw, own, draft)
     notes += [f"{path} is set to {value}" for path, value in verl.items() if select(raw, path) != value]
+    for path, (value, why) in corrected(raw).items():
+        verl[path] = value
+        notes.append(f"{path} is set to {value}: {why}")
     try:
         return Translation(AsyncPipelineConfig.of(own), tuple(notes), verl)
     except ConfigError as error:
@@ -101,13 +106,21 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
 
 
 def _own_section(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's knobs by path. Raises ConfigError for an unknown knob or if this is not a section."""
+    """Return the user's knobs by path. Raises ConfigError for an unknown knob, for null where a knob has a
+    default that is something else, or if this is not a section.
+    """
     own = select(raw, OWN)
     if own is not None and not isinstance(own, Mapping):
         raise ConfigError(
             f"{OWN} must be a section of knobs, got {own!r}; the switch is +async_pipeline=True"
         )
-    return flattened(AsyncPipelineConfig, own or {})
+    found = flattened(AsyncPipelineConfig, own or {})
+    for knob in knobs_of(AsyncPipelineConfig):
+        # In the shipped defaults, null stands for what a key of another system may set.
+        is_default = knob.default is None or knob.path in SET_BY_OTHERS
+        if not is_default and found.get(knob.path, 0) is None:
+            knob.check(None, f"{OWN}.{knob.path}")
+    return found
 
 
 def _proposed(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Draft, list[str]]:

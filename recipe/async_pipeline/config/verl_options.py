@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .adapters import MODEL, adapter_rank, publishes_adapters
+from .older_verl import UNREAD
 from .paths import MODE, OWN, PATCH_FREE
 from .refusals import (
     Refusal,
@@ -19,12 +22,14 @@ from .refusals import (
     on,
     other_than,
     positive,
+    share,
     whole,
     whole_or_none,
 )
+from .training_engine import OTHERS, SHARDED
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
-STRATEGIES = ("fsdp", "fsdp2", "megatron")
+STRATEGIES = ("fsdp", "fsdp2", "megatron", *OTHERS)
 """The training engines whose weights can be published."""
 DTYPES = ("bfloat16", "float16", "float32")
 OF_WHOLE_RESPONSES = (
@@ -35,7 +40,25 @@ OF_WHOLE_RESPONSES = (
 
 _NO_QAT = "quantization-aware training is not supported yet"
 _NO_DRAFTER = "the drafter of multi-token prediction would not be updated"
+_ESTIMATOR = "algorithm.adv_estimator"
+_TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_EXPERTS = "actor_rollout_ref.rollout.expert_parallel_size"
+_LAG = f"set {OWN}.staleness.max_lag"
 RULES: tuple[Refusal, ...] = (
+    *UNREAD,
+    must_be("trainer.v1.sampler.max_off_policy_threshold", 8, None, remedy=_LAG, where="in a file"),
+    must_be(
+        "trainer.v1.sampler.max_off_policy_strategy",
+        "drop",
+        None,
+        remedy=f"set {OWN}.staleness.straggler",
+        where="in a file",
+    ),
+    must_be(
+        "trainer.v1.sampler.custom_sampler.path",
+        None,
+        remedy="leave it out: the pipeline draws the prompts in order, and data.sampler changes the order",
+    ),
     Refusal(MODE, any_of("sync", PATCH_FREE), "must not be changed", "set async_strategy instead"),
     Refusal(
         "actor_rollout_ref.rollout.checkpoint_engine.backend",
@@ -65,6 +88,17 @@ RULES: tuple[Refusal, ...] = (
     ),
     must_be_positive(
         "actor_rollout_ref.rollout.max_num_seqs", "it is the responses that a replica generates concurrently"
+    ),
+    *(
+        Refusal(
+            f"actor_rollout_ref.rollout.{key}", share, "must be > 0 and <= 1", "it is a share of the memory"
+        )
+        for key in (
+            "gpu_memory_utilization",
+            "standalone_gpu_memory_utilization",
+            "engine_kwargs.vllm.gpu_memory_utilization",
+            "engine_kwargs.sglang.mem_fraction_static",
+        )
     ),
     Refusal(
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -98,10 +132,23 @@ RULES: tuple[Refusal, ...] = (
         "actor_rollout_ref.rollout.name",
         any_of("vllm", "sglang", "diffusers"),
         "must be vllm, sglang, or diffusers for images",
-        "other engines are not supported yet",
+        "other engines are not supported yet: choose one of these, and leave out the engine_kwargs of others",
     ),
     must_be("actor_rollout_ref.rollout.mode", "async", remedy="remove the override"),
+    must_be(
+        "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
+        None,
+        remedy="verl 0.9 has no interactions: leave it out, and write the turns of the user as "
+        f"{OWN}.agentic.environment",
+    ),
     must_be("actor_rollout_ref.rollout.data_parallel_size", 1, remedy="use more replicas instead"),
+    Refusal(
+        _EXPERTS,
+        any_of(None, 1),
+        f"must be 1 or equal {_TENSOR}, since the devices of a replica share each request",
+        "set it to one of the two",
+        when=lambda at: at[_EXPERTS] != at[_TENSOR],
+    ),
     must_be(
         "actor_rollout_ref.rollout.pipeline_model_parallel_size",
         1,
@@ -139,6 +186,46 @@ RULES: tuple[Refusal, ...] = (
 )
 
 
+ESTIMATORS: tuple[Refusal, ...] = (
+    Refusal(
+        _ESTIMATOR,
+        other_than("remax", "optimal_token_baseline", "tir_optimal_token_baseline"),
+        "must need only what verl's V1 trainer computes: no greedy answers, no sum_pi_squared",
+        "use rloo, for example",
+    ),
+    Refusal(
+        "algorithm.gdpo_reward_keys",
+        on,
+        "must name the rewards with adv_estimator=gdpo",
+        "add +algorithm.gdpo_reward_keys=[...]",
+        when=lambda at: at[_ESTIMATOR] == "gdpo",
+    ),
+)
+"""Estimators that would fail at their first batch."""
+
+
+def _weighs_tokens(at: Settings) -> Any:
+    """Return whether the engine's log-probs enter the update or its metrics."""
+    correction = "algorithm.rollout_correction"
+    return at[f"{OWN}.staleness.max_lag"] or any(
+        at[f"{correction}.{name}"] for name in ("bypass_mode", "rollout_is", "rollout_rs")
+    )
+
+
+_TRUNCATED = "together with a lag or a correction: the log-probs of engine and trainer differ then"
+SAMPLING: tuple[Refusal, ...] = tuple(
+    Refusal(
+        f"actor_rollout_ref.rollout.{name}",
+        any_of(*allowed),
+        f"must be {allowed[0]} {_TRUNCATED}",
+        f"leave it out, or use {OWN}.strategy=on_policy without a correction",
+        _weighs_tokens,
+    )
+    for name, *allowed in (("top_p", 1.0, None), ("top_k", -1, 0, None), ("min_p", 0.0, None))
+)
+"""Sampling that cuts off the distribution."""
+
+
 def _publishes_adapters(at: Settings) -> bool:
     return publishes_adapters(at.config)
 
@@ -149,7 +236,10 @@ ADAPTERS: tuple[Refusal, ...] = (
         never,
         f"must be 0 or {MODEL}.lora_rank=<{MODEL}.lora_rank> with fsdp and fsdp2, which read only the latter",
         f"set {MODEL}.lora_rank",
-        when=lambda at: adapter_rank(at.config) != (at["actor_rollout_ref.model.lora_rank"] or 0),
+        when=lambda at: (
+            at["actor_rollout_ref.actor.strategy"] in SHARDED
+            and adapter_rank(at.config) != (at["actor_rollout_ref.model.lora_rank"] or 0)
+        ),
     ),
     Refusal(
         "actor_rollout_ref.model.lora_rank",
@@ -161,9 +251,16 @@ ADAPTERS: tuple[Refusal, ...] = (
     Refusal(
         "actor_rollout_ref.actor.strategy",
         other_than("fsdp"),
-        "must be fsdp2 for LoRA adapters that are not merged",
+        "must be fsdp2 or megatron for LoRA adapters that are not merged",
         f"set it, or {MODEL}.lora.merge=True",
         when=_publishes_adapters,
+    ),
+    Refusal(
+        "actor_rollout_ref.actor.strategy",
+        other_than(*OTHERS),
+        "must be fsdp2 or megatron with LoRA",
+        "adapters of other engines are not supported yet",
+        when=lambda at: adapter_rank(at.config),
     ),
     Refusal(
         "actor_rollout_ref.rollout.load_format",

@@ -28,6 +28,16 @@ class WeightSyncConfig:
     """How new weights reach the rollout replicas."""
 
     PATH: ClassVar[str] = f"{OWN}.weight_sync"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "timeout_s",
+        "load_staging",
+        "max_concurrent_loads",
+        "verify_tensors",
+        "gather_bucket_size_mb",
+        "delta",
+        "load_bucket_size_mb",
+    )
+    """Knobs that a resumed run may have with other values; see `fields`."""
 
     every: Positive = 1
     """Optimizer steps from one weight update to the next; version numbers count every step."""

@@ -57,8 +57,9 @@ class Alternative:
 
     @property
     def name(self) -> str:
-        """The name of the member, without quotes."""
-        return self.place.rpartition(":")[2].rpartition(".")[2].strip("'")
+        """The name of the member, or the word without quotes."""
+        inner = self.place.rpartition(":")[2]
+        return inner.strip("'") if inner.startswith("'") else inner.rpartition(".")[2]
 
     def shape(self, sources: Sources) -> str | None:
         """Return the shape of what is there, or None."""

@@ -30,8 +30,14 @@ _VERSION = re.compile(r"^__version__\s*=.*?['\"]([^'\"]+)['\"]", re.MULTILINE)
 _READABLE = ("value", "property", "word")
 _LONG = 90
 """Characters of a signature beyond which a message does not quote it."""
+STARTS_IN_VERL = "start of a server by verl"
+"""How the reason begins that no run with an engine can start, whatever this package does."""
 NOT_IN_RUNS = ("benchmarks", "verify_gpu.sh")
 """What may break without effect on a run."""
+EXPERTS = ("proof of experts", "experts on a CPU")
+LATENT = ("proof of latent attention",)
+IN_SOME_RUNS = ("LoRA", "fp8", "replicas on several nodes", *EXPERTS, *LATENT)
+"""What may break without effect on most runs: their settings and their model decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,16 @@ class Difference:
     cpu_only: bool
     """Whether only runs on the CPU platform need it."""
 
+    @property
+    def is_verls(self) -> bool:
+        """Whether verl itself cannot start the engine."""
+        return any(one.startswith(STARTS_IN_VERL) for one in self.breaks)
+
+    @property
+    def in_some_runs(self) -> bool:
+        """Whether most runs do without everything that breaks."""
+        return set(self.breaks) <= {*IN_SOME_RUNS, *NOT_IN_RUNS}
+
     def breaks_on(self, *, cpu: bool) -> bool:
         """Return whether it breaks something on the platform, the CPU or not."""
         return cpu or not self.cpu_only
@@ -103,17 +119,22 @@ def installed() -> list[EngineTree]:
         folders = list(spec.submodule_search_locations or ()) if spec else []
         # A folder without `__init__.py`, such as a namespace package, is no engine.
         if folders and (folder := Path(folders[0]) / "__init__.py").is_file():
-            found.append(_tree(name, folder.parent))
+            version = _version_in(folder.parent) or _distributed(name)
+            found.append(EngineTree(name=name, folder=folder.parent, version=version))
     return found
 
 
 def unpacked(root: Path) -> list[EngineTree]:
-    """Return the engines below a folder, or the one in it. Raises ContractError without any."""
-    found = []
+    """Return the engines below a folder, or the one in it. Raises ContractError without any.
+
+    Their versions are what their files say, or `unknown`, as in a git checkout.
+    """
+    found, root = [], root.resolve()
     for name in ENGINES:
         for folder in (root / name, root):
             if folder.name == name and (folder / "__init__.py").is_file():
-                found.append(_tree(name, folder))
+                version = _version_in(folder) or "unknown"
+                found.append(EngineTree(name=name, folder=folder, version=version))
                 break
     if not found:
         raise ContractError(
@@ -123,16 +144,17 @@ def unpacked(root: Path) -> list[EngineTree]:
     return found
 
 
-def _tree(name: str, folder: Path) -> EngineTree:
-    return EngineTree(name=name, folder=folder, version=_version(name, folder))
-
-
-def _version(name: str, folder: Path) -> str:
-    """Return the version that the files name, or the one of the installed distribution, or `unknown`."""
+def _version_in(folder: Path) -> str | None:
+    """Return the version that the files of an engine name, or None."""
     for file in ("_version.py", "version.py"):
         text = (folder / file).read_text("utf-8") if (folder / file).is_file() else ""
         if found := _VERSION.search(text):
             return found[1]
+    return None
+
+
+def _distributed(name: str) -> str:
+    """Return the version of an engine's installed distribution, or `unknown`."""
     for distribution in DISTRIBUTIONS[name]:
         try:
             return importlib.metadata.version(distribution)
@@ -275,7 +297,7 @@ def _missing(sources: Sources, place: str) -> tuple[str, str]:
     owner = f"{module}:{name.rpartition('.')[0]}"
     if sources.module(module) is None:
         return module, "is missing"
-    if "." in name and sources.at(owner) is None:
+    if "." in name and not name.startswith("'") and sources.at(owner) is None:
         return owner, "is missing"
     return place, "is missing"
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where this package calls, assigns or replaces a member of an engine, found by the member's name.
 
-Several classes may have a member of that name: `engines.py` reports only uses that fitted before.
+Several classes may have a member of that name: `engines.py` reports only uses that fitted before. Protocols
+describe what an engine has, and variables with an object of this package have none of its members.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal
 from .. import signatures
 from ..signatures import CallShape, Signature
 from .declared import Alternative, module_of
-from .sources import Module, Sources
+from .sources import OURS, Module, Sources
 from .uses import uses_of
 
 
@@ -66,8 +67,11 @@ class Located:
 
 def _named(module: Module, file: str, name: str) -> Iterator[MemberUse]:
     kept, replacing = _kept_as(module, name), _replacing(module, name)
+    own_objects, in_protocols = _own_objects(module), _in_protocols(module)
     for node in ast.walk(module.tree):
         where = f"{file}:{getattr(node, 'lineno', 0)}"
+        if node in in_protocols or (isinstance(node, ast.Call) and _receiver(node) in own_objects):
+            continue
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in kept:
             yield MemberUse(where=where, how="calls", call=signatures.of_call(node))
         elif isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
@@ -76,6 +80,46 @@ def _named(module: Module, file: str, name: str) -> Iterator[MemberUse]:
             own = signatures.of_function(node)
             if own.positional[:1] == ("self",):
                 yield MemberUse(where=where, how="replaces", signature=own)
+
+
+def _in_protocols(module: Module) -> set[ast.AST]:
+    """Return what the protocols of a module consist of."""
+    return {
+        node
+        for owner in ast.walk(module.tree)
+        if isinstance(owner, ast.ClassDef) and "Protocol" in {_named_class(base) for base in owner.bases}
+        for node in ast.walk(owner)
+    }
+
+
+def _own_objects(module: Module) -> set[str]:
+    """Return the variables that hold nothing but new objects of classes of this package."""
+    classes = {node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)} | {
+        alias.asname or alias.name
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith(OURS))
+        for alias in node.names
+        if alias.name[:1].isupper()  # A function may return an engine's object.
+    }
+    new: dict[str, bool] = {
+        node.arg: False for node in ast.walk(module.tree) if isinstance(node, ast.arg)
+    }  # A parameter may be an engine's object.
+    for target, value in _assigned(module):
+        if isinstance(target, ast.Name):
+            made = isinstance(value, ast.Call) and _named_class(value.func) in classes
+            new[target.id] = made and new.get(target.id, True)
+    return {name for name, made in new.items() if made}
+
+
+def _named_class(node: ast.expr) -> str | None:
+    """Return the name in `Name` or `Name[...]`, or None."""
+    inner = node.value if isinstance(node, ast.Subscript) else node
+    return inner.id if isinstance(inner, ast.Name) else None
+
+
+def _receiver(node: ast.Call) -> str | None:
+    """Return the variable whose member is called, or None."""
+    return _named_class(node.func.value) if isinstance(node.func, ast.Attribute) else None
 
 
 def _assigned(module: Module) -> Iterator[tuple[ast.expr, ast.expr]]:

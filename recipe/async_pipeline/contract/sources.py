@@ -159,7 +159,10 @@ class Sources:
         found = self.find(module, name or None)
         if found is None or not member:
             return found
-        return self.members(found).get(member) if found.kind == "class" else None
+        result = self.members(found).get(member) if found.kind == "class" else None
+        # A base's stub says what a subclass should have, not that it has it.
+        inherited = result is not None and result.owner.place != found.place
+        return None if result is not None and inherited and _is_stub(result.node) else result
 
     def bases(self, found: Definition) -> Iterator[Definition]:
         """Yield the bases of a class that are in either package."""
@@ -227,6 +230,23 @@ def _is_self(node: ast.AST) -> bool:
 def _is_abstract(node: ast.AST) -> bool:
     names = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
     return any(name.endswith("abstractmethod") for name in names)
+
+
+def _is_stub(node: ast.AST) -> bool:
+    """Return whether a member only announces what a subclass defines."""
+    if isinstance(node, ast.AnnAssign):
+        is_empty = node.value is not None and ast.unparse(node.value) in ("None", "{}", "[]", "()")
+        return is_empty and "ClassVar" in ast.unparse(node.annotation)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    body = [
+        one for one in node.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+    ]
+    return _is_abstract(node) or all(
+        isinstance(one, ast.Pass)
+        or (isinstance(one, ast.Raise) and "NotImplementedError" in ast.unparse(one))
+        for one in body
+    )
 
 
 def decorators(node: ast.AST) -> set[str]:

@@ -38,7 +38,6 @@ class Channel(Generic[T]):
         self._producers = producers
         self._open_producers = producers
         self._closed = False
-        self._depth_max = 0
         self._items: deque[T] = deque()
         self._senders = Turnstile(self._senders_that_may_pass)
         self._receivers = Turnstile(self._receivers_that_may_pass)
@@ -56,11 +55,6 @@ class Channel(Generic[T]):
     def closed(self) -> bool:
         """Whether sending has ended; items may still be inside."""
         return self._closed
-
-    @property
-    def depth_max(self) -> int:
-        """The most items that have been inside at once."""
-        return self._depth_max
 
     def __len__(self) -> int:
         """Return the number of items inside."""
@@ -80,7 +74,6 @@ class Channel(Generic[T]):
         if self._closed:
             raise ChannelClosed(f"channel {self._name!r} is closed; nothing more can be sent")
         self._items.append(item)
-        self._depth_max = max(self._depth_max, len(self._items))
         self._receivers.wake()
 
     async def receive(self) -> T:

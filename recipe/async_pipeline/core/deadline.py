@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from ..errors import WaitTimeout
 from .wait_graph import Wait, waits_of
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 EXPIRED = "deadline"
 """The message of a cancellation by a deadline."""
+ABANDONED = "it ignores its cancellation and is left running"
+GRACE_S = 2.0
+"""Seconds that the code of users gets to end after its cancellation."""
 
 
 async def within(
@@ -23,6 +28,7 @@ async def within(
     what: str,
     holder: Callable[[], str] | None = None,
     excused_s: Callable[[], float] | None = None,
+    grace_s: float | None = None,
 ) -> T:
     """Await something for at most `timeout_s` seconds (None: no deadline) and return its result.
 
@@ -31,6 +37,10 @@ async def within(
     raised; if it completes nevertheless, the caller gets its result or its own error. `holder` describes
     what holds up the wait; it is called on the loop at the moment of expiry. `excused_s` counts seconds, from
     any moment on, that the deadline does not include.
+
+    `grace_s` is for the code of users, which may swallow its cancellation: it runs in a separate task, with a
+    copy of the caller's context, and is left running if it has not ended so many seconds after it was
+    cancelled, by the deadline or by the caller. The error then says so, and the log counts it.
 
     Raises WaitTimeout if the deadline passes, and CancelledError if the caller is cancelled. Anything
     that the awaitable raises is passed on unchanged, including a TimeoutError.
@@ -41,12 +51,15 @@ async def within(
         if timeout_s is None:
             return await awaitable
         deadline = _Deadline(wait, excused_s)
+        if grace_s is not None:
+            awaitable = _ending_within(awaitable, grace_s, wait)
         try:
             return await awaitable
         except asyncio.CancelledError:
             if not deadline.expired or deadline.cancelled_from_outside():
                 raise
-            raise WaitTimeout(f"{deadline.why}{deadline.held_by}") from None
+            ignored = f"; {ABANDONED}" if wait.abandoned else ""
+            raise WaitTimeout(f"{deadline.why}{deadline.held_by}{ignored}", wait.abandoned) from None
         finally:
             deadline.settle()
 
@@ -86,6 +99,57 @@ async def all_of(*coroutines: Coroutine[Any, Any, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_abandoned: set[asyncio.Future[Any]] = set()
+"""What ignored its cancellation and still runs. The event loop itself holds tasks weakly."""
+
+
+async def _ending_within(awaitable: Awaitable[T], grace_s: float, wait: Wait) -> T:
+    """Await something in a separate task, which is abandoned `grace_s` seconds after a cancellation."""
+
+    async def settled() -> tuple[list[T], BaseException | None]:
+        try:
+            return [await awaitable], None
+        except (SystemExit, KeyboardInterrupt) as error:
+            # A task that raises one of them ends the event loop.
+            return [], error
+
+    task = asyncio.ensure_future(settled())
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError as error:
+        task.cancel(*error.args)
+        try:
+            await asyncio.wait({task}, timeout=grace_s)
+        finally:
+            if not task.done():
+                _abandon(task, wait)
+        if wait.abandoned:
+            raise
+    found, exits = task.result()
+    if exits is not None:
+        raise exits
+    return found[0]
+
+
+def _abandon(task: asyncio.Future[Any], wait: Wait) -> None:
+    wait.abandoned = True
+    _abandoned.add(task)
+
+    def forget(ended: asyncio.Future[Any]) -> None:
+        _abandoned.discard(ended)
+        if not ended.cancelled():
+            ended.exception()  # so that asyncio does not report it as never retrieved
+
+    task.add_done_callback(forget)
+    logger.warning(
+        "%s waits no longer for %s, which ignores its cancellation and is left running; so are %d such calls "
+        "of this process",
+        wait.owner,
+        wait.what,
+        len(_abandoned),
+    )
 
 
 class _Deadline:

@@ -41,6 +41,8 @@ class Settlement:
     """The optimizer step that trained them; None: another fate."""
     groups: tuple[Group, ...] = ()
     """Their finished groups. Empty for a prompt that was given up before its group was finished."""
+    skipped: str = ""
+    """Why the trainer did not apply the update of that step; empty if it did."""
 
 
 class FateRegister:
@@ -98,8 +100,8 @@ class FateRegister:
         groups = () if group is None else (group,)
         self._settle(Settlement(fate=fate, uids=(uid,), why=why, groups=groups))
 
-    def train(self, step: int, groups: Sequence[Group]) -> None:
-        """Settle the groups of an optimizer step as trained.
+    def train(self, step: int, groups: Sequence[Group], *, skipped: str = "") -> None:
+        """Settle the groups of an optimizer step as trained. `skipped`: see `Settlement`.
 
         The last step may be reported again with the same groups; nothing changes then.
         Raises ConservationError if `step` is not the next one, if a group is not in flight, or if it is there
@@ -116,7 +118,7 @@ class FateRegister:
             twice = min(uid for uid in uids if uids.count(uid) > 1)
             raise ConservationError(f"step {step} holds a group twice: {twice}")
         self.step, self._last = step, frozenset(uids)
-        self._settle(Settlement(fate="trained", uids=uids, step=step, groups=tuple(groups)))
+        self._settle(Settlement(fate="trained", uids=uids, step=step, groups=tuple(groups), skipped=skipped))
 
     def restore(self, *, step: int, drawn: int, in_flight: Sequence[str], counts: Mapping[str, int]) -> None:
         """Continue from a checkpoint, before anything else happens. Subscribers are not called."""

@@ -46,6 +46,7 @@ from .items import Publication, StepBatch
 from .ledger import Ledger
 from .pools import DevicePool, PoolSet
 from .progress import Excused
+from .retry import CheckpointTimes
 from .schedule import synchronous
 from .stage import RoleStateMachine, create_role_state_machine
 from .staleness import Versions
@@ -80,6 +81,8 @@ class FlowResult:
     weight_updates: int
     """Of this process, as the following two."""
     tensors_proved: int
+    updates_skipped: int
+    """Steps whose update the trainer did not apply, or not all of it, because gradients were not finite."""
     publications: tuple[Publication, ...]
     """The last weight updates, at most KEPT_PUBLICATIONS."""
 
@@ -113,6 +116,7 @@ class AsyncTrainingFlow:
         self.max_lag = self.schedule.max_lag
         self.graph = graph_of(trainer.roles())
         self.versions = Versions()
+        self.checkpoints = CheckpointTimes(self.schedule)
         self.queue = self.schedule.queue(self.versions)
         self.fates = FateRegister(first_step=self.schedule.first_step)
         self.ledger = Ledger(
@@ -201,6 +205,7 @@ class AsyncTrainingFlow:
             served_version=self.versions.served,
             weight_updates=self.weight_updates,
             tensors_proved=self.tensors_proved,
+            updates_skipped=self.ledger.skipped,
             publications=tuple(self.publications),
         )
 

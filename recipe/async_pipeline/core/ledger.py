@@ -59,6 +59,7 @@ class LedgerState:
     regenerated: int
     trajectories_trained: int
     lag_max: int
+    skipped: int = 0
 
 
 class Ledger:
@@ -79,6 +80,8 @@ class Ledger:
         self.regenerated = 0
         self.trajectories_trained = 0
         self.lag_max = 0
+        self.skipped = 0
+        """Steps whose update was not applied, or not all of it."""
         fates.subscribe(self._settled)
 
     def subscribe(self, call: Callable[[LedgerRecord], object]) -> None:
@@ -159,6 +162,7 @@ class Ledger:
             regenerated=self.regenerated,
             trajectories_trained=self.trajectories_trained,
             lag_max=self.lag_max,
+            skipped=self.skipped,
         )
 
     def restore(self, state: LedgerState, finished: Collection[str]) -> None:
@@ -169,7 +173,7 @@ class Ledger:
         self._fates.restore(step=state.step, drawn=state.drawn, in_flight=state.in_flight, counts=state.fates)
         self._resumed, self.number, self._finished = True, state.number, set(finished)
         self.regenerated, self.lag_max = state.regenerated, state.lag_max
-        self.trajectories_trained = state.trajectories_trained
+        self.trajectories_trained, self.skipped = state.trajectories_trained, state.skipped
 
     def _settled(self, settled: Settlement) -> None:
         self._finished.difference_update(settled.uids)
@@ -183,7 +187,10 @@ class Ledger:
         versions = [version for one in trajectories if (version := oldest_trained(one)) is not None]
         lag = step - 1 - min(versions, default=step - 1)
         masked = {one.key: one.masked_before for one in trajectories if one.masked_before}
-        more = {"masked_before": masked} if masked else {}
+        more: dict[str, Any] = {"masked_before": masked} if masked else {}
+        if settled.skipped:
+            self.skipped += 1
+            more["skipped"] = settled.skipped
         self.trajectories_trained += len(trajectories)
         self.lag_max = max(self.lag_max, lag)
         uids = list(settled.uids)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .ledger import Ledger
     from .message_queue import MessageQueue
     from .progress import Excused
+    from .retry import CheckpointTimes
     from .schedule import Schedule
     from .staleness import Versions
     from .trainer_protocol import PipelineTrainer
@@ -61,6 +62,7 @@ class Pipeline(Protocol):
     queue: MessageQueue
     fates: FateRegister
     ledger: Ledger
+    checkpoints: CheckpointTimes
     step_down: StepDown
     machines: list[RoleStateMachine]
     log: EventLog

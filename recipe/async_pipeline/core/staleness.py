@@ -91,6 +91,11 @@ class Versions:
         return self._reached["gathered"]
 
     @property
+    def criticised(self) -> int:
+        """The newest step that the critic has learned from."""
+        return self._reached["critic"]
+
+    @property
     def served(self) -> int:
         """The newest version that *every* replica of the rotation serves."""
         return self._reached["served"]

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import inspect
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -25,6 +26,17 @@ async def in_new_thread(call: Callable[[], T], name: str) -> T:
         threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
 
     return await in_thread_of(start, call)
+
+
+def awaited_here(found: Any) -> Any:
+    """Return the result of a call in a thread or process without an event loop, which may be a coroutine:
+    a plain decorator around an async function hides that it is one.
+    """
+
+    async def result() -> Any:
+        return await found
+
+    return asyncio.run(result()) if inspect.isawaitable(found) else found
 
 
 async def made_in_executor(make: Callable[[], T], undo: Callable[[T], object]) -> T:

@@ -176,8 +176,9 @@ class UntrainedGroups:
             left = due_by - min(self._batch, bisect_left(self._finished, (due + 1,)))
             if due < renewed_due or self._straggler == "drop":
                 left -= recalled
-            excess = left - (self._batch * (due - step) + self._oldest)
-            if left <= 0 or excess <= 0:
+            # No later step may take a group that is due before this one, whatever `oldest` is.
+            excess = left - max(0, self._batch * (due - step) + self._oldest)
+            if excess <= 0:
                 continue
             if self._straggler == "wait" or (self._straggler != "drop" and renewed_due <= due):
                 return None

@@ -28,7 +28,7 @@ class Holders(str):
         return made
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Wait:
     """One wait that is under way."""
 
@@ -38,6 +38,8 @@ class Wait:
     """Time of the loop, in seconds."""
     timeout_s: float | None
     holder: Callable[[], str] | None = None
+    abandoned: bool = False
+    """What it waited for ignored its cancellation."""
 
     def describe(self) -> str:
         """Describe an expired wait."""

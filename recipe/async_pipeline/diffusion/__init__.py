@@ -8,9 +8,8 @@
     families ──► velocity ────┘
 
     schedule     noise levels of a sampler, from 1 to 0
-    sde          the Gaussian of one step, its log-prob, and the divergence of two policies
+    sde          the Gaussian of one step, and its log-prob
     windows      which steps of a prompt group are stochastic, and so trained
-    guard        the ratio of GRPO-Guard, sample by sample
     seeds        a random stream for each sample
     families     Stable Diffusion 3 and FLUX: how their transformers are called
     policy       a velocity field as a policy: log-probs of recorded steps

@@ -20,7 +20,7 @@ class FrozenParts:
 
     def __init__(self, pipeline: Any, max_sequence_length: int) -> None:
         """`pipeline` is a pipeline of diffusers; its transformer is not used."""
-        self._pipeline, self._max_sequence_length = pipeline, max_sequence_length
+        self.pipeline, self._max_sequence_length = pipeline, max_sequence_length
         for part in ("text_encoder", "text_encoder_2", "text_encoder_3", "vae"):
             module = getattr(pipeline, part, None)
             if module is not None:
@@ -54,9 +54,9 @@ class FrozenParts:
     def _encode(self, prompt: str) -> dict[str, torch.Tensor]:
         # One prompt for all encoders.
         of_family: dict[str, Any] = {"prompt_2": None}
-        if hasattr(self._pipeline, "tokenizer_3"):
+        if hasattr(self.pipeline, "tokenizer_3"):
             of_family |= {"prompt_3": None, "do_classifier_free_guidance": False}
-        found = self._pipeline.encode_prompt(
+        found = self.pipeline.encode_prompt(
             prompt=prompt, max_sequence_length=self._max_sequence_length, **of_family
         )
         states, pooled = (found[0], found[2]) if "prompt_3" in of_family else (found[0], found[1])
@@ -65,7 +65,7 @@ class FrozenParts:
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Return pictures of latents: uint8 (rows, 3, height, width), on the CPU."""
-        vae = self._pipeline.vae
+        vae = self.pipeline.vae
         plain = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor
         pictures = vae.decode(plain + (vae.config.shift_factor or 0.0), return_dict=False)[0]
         return as_picture(pictures)

@@ -56,10 +56,6 @@ class Transition:
     """Coefficient of the velocity in the mean."""
     std: torch.Tensor
     """Standard deviation of the step."""
-    scale: torch.Tensor
-    """The standard deviation that implementations report: g for SDEs, without sqrt(|ds|); for cps, std."""
-    dt: torch.Tensor
-    """Change of the noise level; negative."""
 
     def mean(self, x: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
         """Return the mean of x'; float32, differentiable in the velocity."""
@@ -82,23 +78,6 @@ class Transition:
         variance = self.std.to(squared.device).square()
         log_std = self.std.log().to(squared.device)
         return (-squared / (2 * variance) - log_std - _LOG_SQRT_2_PI).float()
-
-    def kl(self, mean: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        """Return KL(policy || reference) of each row, averaged over its elements: |m - m_ref|^2 / (2 std^2).
-
-        Exact: both Gaussians have the same variance.
-        """
-        self._require_density()
-        return (_mean_square(mean - reference) / (2 * self.std.to(mean.device).square())).float()
-
-    def field_kl(self, mean: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        """Return what implementations of Flow-GRPO call KL: |m - m_ref|^2 / (2 g^2).
-
-        They omit the factor |ds| of the variance, so for SDEs it is |ds| times `kl`. Coefficients that were
-        tuned for it (beta 0.001 to 0.04) hold for this form.
-        """
-        self._require_density()
-        return (_mean_square(mean - reference) / (2 * self.scale.to(mean.device).square())).float()
 
     def entropy(self) -> torch.Tensor:
         """Return the entropy of each row's Gaussian for one element; no gradient, as the std is fixed."""
@@ -128,8 +107,6 @@ def transition(kind: SdeKind, interval: NoiseInterval, noise_level: float) -> Tr
             of_x=(1 - after) + kept,
             of_velocity=(1 - sigma) * kept - sigma * (1 - after),
             std=std,
-            scale=std,
-            dt=dt,
         )
     g = _diffusion(kind, interval, noise_level)
     drift = g.square() / (2 * sigma) * dt
@@ -138,8 +115,6 @@ def transition(kind: SdeKind, interval: NoiseInterval, noise_level: float) -> Tr
         of_x=1 + drift,
         of_velocity=dt + drift * (1 - sigma),
         std=g * (-dt).sqrt(),
-        scale=g,
-        dt=dt,
     )
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which denoising steps are stochastic. Only these have a log-prob and are trained; the others are ODE steps.
 
-Flow-GRPO-Fast trains a few steps of each sample, from a random place at high noise, and MixGRPO (arXiv
-2507.21802) a window that slides from noise to data during training. Both cost a fraction of training all
-steps and learn as well.
+Flow-GRPO-Fast trains a few steps of each sample, from a random place at high noise. It costs a fraction of
+training all steps and learns as well.
 
 A window belongs to a prompt group: all samples of a group are compared with each other, and the advantage of
 one with an early window over one with a late window would measure the window. Implementations draw it for
@@ -69,32 +68,6 @@ class RandomWindow:
     def of(self, group: int, update: int) -> SdeWindow:
         draw = torch.randint(self.first, self.end - self.size + 1, (1,), generator=stream("window", group))
         return SdeWindow(int(draw), self.size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlidingWindow:
-    """A window of `size` steps that moves from `first` to `end` during training: MixGRPO.
-
-    It moves by `stride` steps after every `interval` optimizer steps, and stays at the end.
-    """
-
-    size: int
-    first: int
-    end: int
-    interval: int
-    stride: int
-    num_steps: int
-
-    def __post_init__(self) -> None:
-        _check(self.size, (self.first, self.end), self.num_steps)
-        if self.interval < 1 or self.stride < 1:
-            raise ConfigError(
-                f"a sliding window needs an interval and a stride >= 1, got {self.interval} and {self.stride}"
-            )
-
-    def of(self, group: int, update: int) -> SdeWindow:
-        moved = self.first + update // self.interval * self.stride
-        return SdeWindow(min(moved, self.end - self.size), self.size)
 
 
 def windows(num_steps: int, size: int | None, within: Sequence[int] | None) -> Windows:

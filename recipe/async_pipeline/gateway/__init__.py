@@ -9,6 +9,7 @@
     conversation      messages, and when two of them are the same
     chains            the conversations of a session as rows of tokens
     sessions          one episode's keys, requests, reward and end
+    turns             requests to a session and their answers
     registry          which key opens which session
     claims            tasks that programs outside of the run claim, with leases
     task_routes       HTTP for them

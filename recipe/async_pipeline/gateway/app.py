@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gateway's HTTP routes: keys, bodies and streams are handled here, once for all dialects.
 
-    POST /v1/chat/completions, /v1/messages, /v1/responses    model key     a turn
+    POST /v1/chat/completions, /v1/completions,
+         /v1/messages, /v1/responses                          model key     a turn
+    POST /v1/messages/count_tokens, /v1/responses/input_tokens
+                                                              model key     no turn: its number of tokens
     POST /v1/generate                                         model key     a turn, as tokens
     GET  /v1/models                                           model key     one model, `policy`
     POST /v1/session/reward  {"reward": number, "turn": n}    control key   the last one of a turn counts
@@ -22,7 +25,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -33,12 +36,14 @@ from starlette.routing import Route
 from ..core.deadline import within
 from ..errors import RequestRefused, WaitTimeout
 from .claims import Claims
-from .dialects import DIALECTS
+from .dialects import COUNTING, DIALECTS
 from .registry import Sessions
-from .sessions import UNAVAILABLE, Reply, Session, TokenReply, digest_of
+from .sessions import UNAVAILABLE, Session, digest_of
 from .task_routes import Handler, TaskRoutes, key_of
-from .wire import Dialect, Read, decoded, texts
+from .turns import Reply, TokenReply
+from .wire import CountingDialect, Dialect, Read, decoded, texts
 
+D = TypeVar("D", bound=Dialect)
 MODEL = "policy"
 READ_S = 60.0
 """Seconds that a client may take to send a body."""
@@ -48,6 +53,10 @@ RETRY_AFTER_S = 1
 JSON = "application/json"
 RETRY = "x-stainless-retry-count"
 """With it, OpenAI's and Anthropic's clients number their attempts at one request."""
+
+
+CONVERSATION = "x-async-pipeline-conversation"
+"""With it, agents say to which conversation a request belongs: main or auxiliary."""
 
 
 class _Generate(msgspec.Struct):
@@ -87,7 +96,11 @@ class Gateway:
             tasks = [(name, getattr(of_tasks, name)) for name in ("claim", "renew", "finish", "fail")]
         self.app = Starlette(
             routes=[
-                *(Route(one.path, self._speaking(one), methods=["POST"]) for one in DIALECTS),
+                *(Route(one.path, self._speaking(one, self._turn), methods=["POST"]) for one in DIALECTS),
+                *(
+                    Route(one.count_path, self._speaking(one, self._count), methods=["POST"])
+                    for one in COUNTING
+                ),
                 Route("/v1/generate", self._handled(self._generate), methods=["POST"]),
                 Route("/v1/models", self._handled(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", self._handled(self._model), methods=["GET"]),
@@ -98,10 +111,12 @@ class Gateway:
             ]
         )
 
-    def _speaking(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    def _speaking(
+        self, dialect: D, answer: Callable[[D, Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             try:
-                return await self._turn(dialect, request)
+                return await answer(dialect, request)
             except RequestRefused as error:
                 body = dialect.error(error.status, str(error))
                 return Response(body, error.status, _headers(error), JSON)
@@ -121,6 +136,15 @@ class Gateway:
 
         return handle_or_refuse
 
+    async def _count(self, dialect: CountingDialect, request: Request) -> Response:
+        session = self._session_of(request, controls=False)
+        body = await self._body(request)
+        session.check_open()
+        count = await session.count_tokens(dialect.read_input(body).ask)
+        # Clients ignore the field of the other API.
+        found = {"object": "response.input_tokens", "input_tokens": count}
+        return Response(msgspec.json.encode(found), 200, media_type=JSON)
+
     async def _turn(self, dialect: Dialect, request: Request) -> Response:
         session = self._session_of(request, controls=False)
         body = await self._body(request)
@@ -128,9 +152,12 @@ class Gateway:
         received = time.perf_counter()
         read = dialect.read(body)
         digest = digest_of(dialect.path.encode(), body)
-        answering = session.once(digest, lambda: session.turn(read.ask, received), again=_is_retry(request))
+        ask = read.ask._replace(model=read.model, main=_is_main(request))
+        answering = session.once(digest, lambda: session.turn(ask, received), again=_is_retry(request))
         if not read.stream:
-            return Response(dialect.answer(read, await answering), 200, media_type=JSON)
+            reply = await answering
+            session.deliveries.note(reply, received=not await request.is_disconnected())
+            return Response(dialect.answer(read, reply), 200, media_type=JSON)
 
         # The status is sent before the answer is known, so wait for errors that are known at once.
         task: asyncio.Future[Reply] = asyncio.ensure_future(answering)
@@ -139,12 +166,14 @@ class Gateway:
             task.result()
         headers = {"cache-control": "no-store"}
         return StreamingResponse(
-            self._events(dialect, read, task), 200, headers, media_type="text/event-stream"
+            self._events(dialect, read, task, session, request), 200, headers, media_type="text/event-stream"
         )
 
     async def _events(
-        self, dialect: Dialect, read: Read, task: asyncio.Future[Reply]
+        self, dialect: Dialect, read: Read, task: asyncio.Future[Reply], session: Session, request: Request
     ) -> AsyncIterator[bytes]:
+        reply: Reply | None = None
+        sent = False
         try:
             while not task.done():
                 yield dialect.keep_alive
@@ -155,7 +184,10 @@ class Gateway:
                 yield dialect.error_event(error.status, str(error))
                 return
             yield b"".join(dialect.events(read, reply))
+            sent = not await request.is_disconnected()
         finally:
+            if reply is not None:
+                session.deliveries.note(reply, received=sent)
             # The generation continues: the client may try again.
             task.cancel()
 
@@ -167,11 +199,15 @@ class Gateway:
         found = decoded(body, _Generate)
 
         def begin() -> Awaitable[TokenReply]:
-            return session.turn_of_tokens(found.prompt_ids, found.max_tokens, texts(found.stop), received)
+            return session.turn_of_tokens(
+                found.prompt_ids, found.max_tokens, texts(found.stop), received, _is_main(request)
+            )
 
         digest = digest_of(b"/v1/generate", body)
         reply: TokenReply = await session.once(digest, begin, again=_is_retry(request))
-        return reply._asdict()
+        session.deliveries.note(reply, received=not await request.is_disconnected())
+        # Copies of the client in use know the fields of their version only.
+        return {name: value for name, value in reply._asdict().items() if name != "id"}
 
     async def _models(self, request: Request) -> Any:
         self._session_of(request, controls=False)
@@ -192,6 +228,7 @@ class Gateway:
             "versions": sorted({version for row in rows for version, _ in row.spans}),
             "coalesced": counts.coalesced,
             "overridden": counts.overridden,
+            "ignored": dict(counts.ignored),
             "reward": session.reward,
             "turn_rewards": {str(turn): one for turn, one in sorted(session.turn_rewards.rewards.items())},
             "ended": session.ended,
@@ -251,6 +288,14 @@ _MODEL = {
     "display_name": MODEL,
     "created_at": "1970-01-01T00:00:00Z",
 }
+
+
+def _is_main(request: Request) -> bool | None:
+    """Return whether a request says that it belongs to the main conversation. Raises RequestRefused."""
+    said = request.headers.get(CONVERSATION)
+    if said not in (None, "main", "auxiliary"):
+        raise RequestRefused(f"{CONVERSATION} must be main or auxiliary, got {said!r}")
+    return None if said is None else said == "main"
 
 
 def _headers(error: RequestRefused) -> dict[str, str]:

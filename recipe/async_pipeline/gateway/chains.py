@@ -12,19 +12,27 @@ A chain becomes one row of training. Its tokens are exactly what its last reques
 the engine answered: text is compared, but never encoded again. An answer is trained in one chain only, the
 one that it was written for. An agent that edits, forgets or summarises its history, asks twice, or follows
 several branches gets more chains, up to a limit, and no error.
+
+The main conversation is the first chain and the chains that have something in common with it, unless the
+agent says more (`Ask.main`, `Ask.model`). Other chains are auxiliary. The row of the main conversation that
+was answered last is the last one, which is scored.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 from uuid import uuid4
 
 from ..core.token_spans import TokenSpan
 from ..errors import RequestRefused
 from .conversation import Message, identities, identity
+
+RowReason = Literal["system_prompt", "tools", "reminder", "history", "branch", "template", "others"]
+"""Why a request begins a chain although the session has one; `agents.episodes.COUNTS` says them in words."""
 
 
 class Completion(NamedTuple):
@@ -53,6 +61,14 @@ class ChainRow(NamedTuple):
     answers: int
 
 
+class AnswerPlace(NamedTuple):
+    """Where an answer is."""
+
+    chain: str
+    """`Chain.request_id`."""
+    start: int
+
+
 class Boundary(NamedTuple):
     """The end of an answer: here a chain can be continued, or another one begin."""
 
@@ -78,6 +94,12 @@ class Chain:
     spans: list[TokenSpan] = field(default_factory=list)
     """By position in `token_ids`."""
     boundaries: list[Boundary] = field(default_factory=list)
+    main: bool = True
+    """It belongs to the main conversation."""
+    continued: int = 0
+    """Tokens that a later request has sent, so that the agent has received them."""
+    last_start: int = 0
+    """Position of its last answer."""
     busy: bool = False
     """A request is being answered that will make it grow."""
     answers: int = 0
@@ -86,7 +108,7 @@ class Chain:
 
     def grow(self, request: Sequence[int], kept: int, answer: Completion) -> None:
         """Append the rest of a request and its answer; the first `kept` tokens are the chain's own."""
-        added = len(request) - kept
+        added, self.last_start = len(request) - kept, len(request)
         self.token_ids = [*request, *answer.token_ids]
         self.mask = [*self.mask[:kept], *[0] * added, *[1] * len(answer.token_ids)]
         if self.log_probs is not None and answer.log_probs is not None:
@@ -96,6 +118,23 @@ class Chain:
         spans = [TokenSpan(version, len(request) + at) for version, at in answer.spans]
         self.spans = [*(span for span in self.spans if span.start < kept), *spans]
         self.boundaries = [one for one in self.boundaries if one.tokens <= kept]
+
+    def received(self, lost: Collection[AnswerPlace]) -> Chain | None:
+        """Return it without its last answer if that is lost; None if no other answer is its own."""
+        if self.continued > self.last_start or AnswerPlace(self.request_id, self.last_start) not in lost:
+            return self
+        own = [at for at in range(self.last_start) if self.mask[at]]
+        if not own:
+            return None
+        end = own[-1] + 1
+        return replace(
+            self,
+            token_ids=self.token_ids[:end],
+            mask=self.mask[:end],
+            log_probs=None if self.log_probs is None else self.log_probs[:end],
+            spans=[span for span in self.spans if span.start < end],
+            answers=self.answers - 1,
+        )
 
     def row(self, prompt_limit: int) -> ChainRow:
         """Return it for training. What the prompt has beyond the limit is part of the response, masked."""
@@ -120,8 +159,12 @@ class OpenRequest:
     def __init__(
         self, chains: Chains, chain: Chain, *, grows: bool, known: list[int], previous: list[Message]
     ) -> None:
-        self._chains, self._grows = chains, grows
+        self._chains, self.grows = chains, grows
         self.chain, self.known, self.previous = chain, known, previous
+        self.main: bool | None = None
+        """Whether its answer makes its chain a main one; None: as before."""
+        self.why: RowReason = "branch"
+        """Why it begins another chain, if it does."""
         self.new: list[Message] = []
         self.identities: list[Hashable] = []
         self.open = True
@@ -140,11 +183,15 @@ class OpenRequest:
         assert list(token_ids[:kept]) == self.known[:kept]
         self._close()
         chain = self.chain
-        if not self._grows:
+        if self.main is not None:
+            chain.main = self.main
+        if not self.grows:
             # What another chain has written is not trained here.
             chain.mask, chain.log_probs = [0] * kept, [0.0] * kept
             if not self.known:
                 chain.start = len(token_ids)
+            if self._chains.all:
+                self._chains.reasons[self.why] += 1
             self._chains.all.append(chain)
         chain.grow(token_ids, kept, answer)
         chain.answers += 1
@@ -159,10 +206,11 @@ class OpenRequest:
         """Leave the chains as they are. Idempotent."""
         if self.open:
             self._close()
+            self._chains.forget_first()
 
     def _close(self) -> None:
         self.open = False
-        if self._grows:
+        if self.grows:
             self.chain.busy = False
         else:
             self._chains.beginning -= 1
@@ -178,11 +226,21 @@ class Chains:
         self.beginning = 0
         """Requests in flight that will begin a chain."""
         self.answered = itertools.count(1)
+        self._first: list[Hashable] | None = None
+        """The messages of the first request."""
+        self.reasons: Counter[str] = Counter()
+        """Why chains after the first were begun; see `RowReason`."""
 
     def open(
-        self, messages: Sequence[Message], tools: Hashable = (), *, from_scratch: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Hashable = (),
+        *,
+        main: bool | None = None,
+        from_scratch: bool = False,
     ) -> OpenRequest:
-        """Return the request for these messages. `from_scratch`: use no history.
+        """Return the request for these messages. `from_scratch`: use no history; `main`: whether it belongs
+        to the main conversation, None for the one of the messages that it is most like.
 
         Raises RequestRefused if it needs another chain and there are as many as there may be.
         """
@@ -199,27 +257,66 @@ class Chains:
         request = self._open(anchor, tools)
         request.new = list(messages[len(request.previous) :])
         request.identities = found
+        why, like_main = self._compared(found, tools)
+        request.why = "template" if from_scratch else why
+        if main is not None or not request.grows:
+            request.main = like_main if main is None else main
+        self._first = found if self._first is None else self._first
         return request
 
-    def open_tokens(self, token_ids: Sequence[int]) -> OpenRequest:
-        """Return the request for a prompt of tokens. Raises as `open`."""
+    def forget_first(self) -> None:
+        """Let the next request begin the main conversation, if no request so far has an answer or waits."""
+        if not self.all and not self.beginning:
+            self._first = None
+
+    def open_tokens(self, token_ids: Sequence[int], *, main: bool | None = None) -> OpenRequest:
+        """Return the request for a prompt of tokens, as `open`. Raises as `open`."""
         best: tuple[int, bool, int] = (0, False, 0)
         anchor: tuple[Chain, Boundary] | None = None
+        wanted = list(token_ids)
         for chain in self.all:
-            for boundary in chain.boundaries:
-                rank = (boundary.tokens, _grows(chain, boundary), chain.last)
-                if rank > best and list(token_ids[: boundary.tokens]) == chain.token_ids[: boundary.tokens]:
-                    best, anchor = rank, (chain, boundary)
-        return self._open(anchor, ())
+            shared = _shared_tokens(chain.token_ids, wanted)
+            boundary = next((one for one in reversed(chain.boundaries) if one.tokens <= shared), None)
+            if boundary is None:
+                continue
+            rank = (boundary.tokens, _grows(chain, boundary), chain.last)
+            if rank > best:
+                best, anchor = rank, (chain, boundary)
+        request = self._open(anchor, ())
+        request.main = main
+        if not request.grows and main is None and anchor is not None:
+            request.main = anchor[0].main
+        return request
 
-    def rows(self, prompt_limit: int) -> list[ChainRow]:
-        """Return the chains for training, the one with the last answer last."""
-        return [chain.row(prompt_limit) for chain in sorted(self.all, key=lambda chain: chain.last)]
+    def _compared(self, wanted: list[Hashable], tools: Hashable) -> tuple[RowReason, bool]:
+        """Return how a request differs from the chain that is most like it, and whether it is a main one."""
+        if not self.all:
+            first = wanted if self._first is None else self._first
+            return "others", _difference(first, wanted, same_tools=True) != "others"
+
+        def alike(chain: Chain) -> tuple[int, bool, int]:
+            return _shared(chain.identities, wanted), chain.tools == tools, chain.last
+
+        nearest = max(self.all, key=alike)
+        why = _difference(nearest.identities, wanted, same_tools=nearest.tools == tools)
+        return why, why != "others" and nearest.main
+
+    def rows(
+        self, prompt_limit: int, lost: Collection[AnswerPlace] = (), *, auxiliary: bool = True
+    ) -> list[ChainRow]:
+        """Return the chains for training, the main one with the last answer last.
+
+        `lost`: answers that the agent has not received; `auxiliary`: with chains that are not main.
+        """
+        kept = [found for chain in self.all if (found := chain.received(lost)) is not None]
+        ordered = sorted(kept, key=lambda chain: (chain.main, chain.last))
+        main = [chain for chain in ordered if chain.main]
+        return [chain.row(prompt_limit) for chain in (ordered if auxiliary else main or ordered)]
 
     def _open(self, anchor: tuple[Chain, Boundary] | None, tools: Hashable) -> OpenRequest:
         if anchor is not None and _grows(*anchor):
-            chain = anchor[0]
-            chain.busy = True
+            chain, boundary = anchor
+            chain.busy, chain.continued = True, boundary.tokens
             return OpenRequest(self, chain, grows=True, known=chain.token_ids, previous=chain.messages)
 
         if len(self.all) + self.beginning >= self._limit:
@@ -233,6 +330,7 @@ class Chains:
         if anchor is None:
             return OpenRequest(self, Chain(tools, 0), grows=False, known=[], previous=[])
         chain, boundary = anchor
+        chain.continued = max(chain.continued, boundary.tokens)
         return OpenRequest(
             self,
             Chain(tools, chain.start),
@@ -240,6 +338,50 @@ class Chains:
             known=chain.token_ids[: boundary.tokens],
             previous=chain.messages[: boundary.messages or 0],
         )
+
+
+def _difference(known: list[Hashable], wanted: list[Hashable], *, same_tools: bool) -> RowReason:
+    """Return how a request differs from the messages of a chain."""
+    at = _shared(known, wanted)
+    if at == len(known) or at == len(wanted):
+        return "branch" if same_tools else "tools"
+    if "system" in (_role(known[at]), _role(wanted[at])):
+        rest = [[one for one in found if _role(one) != "system"] for found in (known, wanted)]
+        if _shared(*rest):
+            return "system_prompt"
+    if at == 0 and not any(one in known and _role(one) != "system" for one in wanted):
+        return "others"
+    if not same_tools:
+        return "tools"
+    if _role(known[at]) in ("user", "tool") and known[at + 1 : at + 2] == wanted[at + 1 : at + 2]:
+        return "reminder"
+    if at and _role(known[at - 1]) == "assistant":
+        return "branch"
+    return "history"
+
+
+def _shared(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+    """Return how many messages two conversations have in common from their beginning."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _shared_tokens(one: list[int], other: list[int]) -> int:
+    """Return how many tokens two lists have in common from their beginning: each is read twice at most."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _role(message: Hashable) -> Hashable:
+    return message[0] if isinstance(message, tuple) else None
 
 
 def _grows(chain: Chain, boundary: Boundary) -> bool:

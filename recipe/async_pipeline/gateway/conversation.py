@@ -14,7 +14,11 @@ import secrets
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..errors import RequestRefused
+
 Message = dict[str, Any]
+MAX_DEPTH = 100
+"""Of values in a request that agents choose freely: schemas of tools and arguments of calls."""
 END_OF_REASONING = "</think>"
 """What precedes it in a message of the assistant is reasoning, which many agents leave out of the history."""
 
@@ -43,10 +47,14 @@ class Said(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
     stop: str | None = None
     """The stop text of the request that ended it, if one did."""
+    reasoning: str = ""
+    """What it wrote before its answer, as far as its family marks that."""
 
     def as_message(self) -> Message:
         """Return it as a message of the assistant."""
         message: Message = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
         if self.calls:
             message["tool_calls"] = [call.as_message() for call in self.calls]
         return message
@@ -62,14 +70,36 @@ def tool_call(name: str, arguments: str) -> ToolCall:
 
 
 def parsed(arguments: Any) -> Any:
-    """Return the arguments of a call as a mapping, which chat templates expect; as they are if invalid."""
+    """Return the arguments of a call as a mapping, which chat templates expect; as they are if invalid.
+
+    Raises RequestRefused for values, as opposed to text, that are nested too deep.
+    """
     if not isinstance(arguments, str):
+        check_depth(arguments, "arguments of a call")
         return arguments
     try:
-        found = encodable(json.loads(arguments))
-    except (ValueError, RecursionError):
+        found = json.loads(arguments)
+        check_depth(found, "arguments of a call")
+        found = encodable(found)
+    except (ValueError, RecursionError, RequestRefused):
         return arguments
     return found if isinstance(found, dict) else arguments
+
+
+def check_depth(value: Any, what: str) -> None:
+    """Raises RequestRefused if a value of JSON is nested deeper than MAX_DEPTH.
+
+    Chat templates and the comparison of histories are recursive.
+    """
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        )
+        level = [one for values in inner for one in values]
+        if not level:
+            return
+    raise RequestRefused(f"{what} must be nested at most {MAX_DEPTH} deep; flatten them")
 
 
 def encodable(value: Any) -> Any:
@@ -99,3 +129,10 @@ def _call(call: Mapping[str, Any]) -> tuple[str, str]:
     function = call["function"]
     arguments = parsed(function.get("arguments") or {})
     return str(function["name"]), json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+
+
+def hashable(value: Any) -> Hashable:
+    """Return plain values as tuples, which compare as they do."""
+    if isinstance(value, Mapping):
+        return tuple((name, hashable(one)) for name, one in sorted(value.items()))
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value

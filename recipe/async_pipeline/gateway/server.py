@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""uvicorn in an event loop that exists already, on a free port of 127.0.0.1 and, if wanted, a Unix socket.
+"""uvicorn in an event loop that exists already, on a free port and, if wanted, a Unix socket.
 
 unix_dir/gateway-RANDOM.sock   removed at the end; after a kill, by the next gateway that uses the folder
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import resource
 import secrets
 import socket
 from collections.abc import Iterator
@@ -39,9 +41,19 @@ class _Server(uvicorn.Server):
 class GatewayServer:
     """Serves one ASGI application. Belongs to the loop in which it was started."""
 
-    def __init__(self, app: Any, unix_dir: str | None = None) -> None:
-        """`unix_dir`: the folder of the Unix socket, which only the user of the run can open."""
-        self._config = uvicorn.Config(app, ws="none", lifespan="off", log_level="error", access_log=False)
+    def __init__(self, app: Any, unix_dir: str | None = None, host: str = HOST) -> None:
+        """`unix_dir`: the folder of the Unix socket, which only the user of the run can open; `host`: the
+        address that the port is on.
+        """
+        self._host = host
+        self._config = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            limit_concurrency=_most_connections(),
+        )
         self._server: _Server
         self._task: asyncio.Task[None] | None = None
         self.port = 0
@@ -54,8 +66,9 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
-        return f"http://{HOST}:{self.port}"
+        """Where agents reach it."""
+        host = _reachable(self._host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def start(self) -> None:
         """Listen. Raises OSError, and WaitTimeout if the server does not begin to serve.
@@ -63,7 +76,7 @@ class GatewayServer:
         Nothing listens after an error, and the call may be repeated.
         """
         self._server = _Server(self._config)
-        sockets = [_listener()]
+        sockets = [_listener(self._host)]
         try:
             if self.unix_socket is not None:
                 sockets.append(_unix_listener(self.unix_socket))
@@ -96,11 +109,30 @@ class GatewayServer:
             await asyncio.sleep(POLL_S)
 
 
-def _listener() -> socket.socket:
+def _most_connections() -> int:
+    """Return how many connections may be open: further ones get 503, and files are left for the worker."""
+    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
+def _reachable(host: str) -> str:
+    """Return an address of this machine in place of the one that stands for all of them."""
+    if not ipaddress.ip_address(host).is_unspecified:
+        return host
+    family, elsewhere = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: the kernel only chooses the address that it would send from.
+            probe.connect((elsewhere, 9))
+        except OSError:
+            return "::1" if ":" in host else HOST
+        return str(probe.getsockname()[0])
+
+
+def _listener(host: str) -> socket.socket:
     """Return a socket that listens on a free port. Raises OSError."""
-    listening = socket.socket()
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((HOST, 0))
+    listening.bind((host, 0))
     listening.listen(BACKLOG)
     return listening
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One session: what an agent may do with its two keys while it plays an episode.
 
-    model key      requests to the policy: the agent has it
-    control key    the reward and the end: the agent does not have it, so it cannot write its own reward
+model key      requests to the policy: the agent has it
+control key    the reward and the end: the agent does not have it, so it cannot write its own reward
 
-    OPEN ──► a request ──► chains: known tokens ──► new ones appended ──► engine ──► answer, chains grow
-      │        └ sent again by a client that gave up waiting: joins the request, or gets its answer again
-      └──► ended(reason): requests in flight are given up, later ones get 410 with the reason
-
-A request is not given up when its client hangs up, because clients that time out try again.
+OPEN ──► a request ──► chains: known tokens ──► new ones appended ──► engine ──► answer, chains grow
+  │        └ sent again by a client that gave up waiting: joins the request, or gets its answer again
+  └──► ended(reason): requests in flight are given up, later ones get 410 with the reason
 """
 
 from __future__ import annotations
@@ -18,90 +16,22 @@ import contextvars
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 from ..core.deadline import within
 from ..errors import RequestRefused, WaitTimeout
-from .chains import ChainRow, Chains, Completion, OpenRequest
-from .conversation import Message, Said
+from .chains import AnswerPlace, ChainRow, Chains, Completion, OpenRequest
+from .conversation import hashable
 from .turn_rewards import TurnRewards
+from .turns import Ask, CannotAppend, Deliveries, Reply, SessionEngine, TokenReply, reply_of, without_prefill
 
 DONE, RECALLED = "done", "recalled"
 """Reasons that agents read, named as the ends of their episodes in `agents.episodes`."""
 UNAVAILABLE = 503
 """Status of the refusal of a request whose session is ending after an error of the rollout."""
-
-
-class CannotAppend(ValueError):  # noqa: N818 - a condition of a model's template, not a failure
-    """The chat template cannot append these messages to a conversation that was begun."""
-
-
-class SessionEngine(Protocol):
-    """What answers the requests of a session: a tokenizer and the engines."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Return how many tokens the model has; engines fail at other ids."""
-
-    async def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of a whole request. Raises RequestRefused if the chat template refuses it."""
-
-    async def append(
-        self,
-        previous: Sequence[Message],
-        new: Sequence[Message],
-        token_ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]],
-    ) -> tuple[list[int], int]:
-        """Return `token_ids`, the tokens of `previous`, with new messages, and how many of them were kept.
-
-        The last message of `previous` may lack its end: a limit of the agent has ended it.
-        Raises CannotAppend, and as `begin`.
-        """
-
-    async def generate(
-        self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
-    ) -> Completion:
-        """Have an engine answer. The run's sampling parameters apply. Errors end the run."""
-
-    async def read(
-        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], stop: Sequence[str]
-    ) -> Said:
-        """Return an answer as text and tool calls."""
-
-
-class Ask(NamedTuple):
-    """A request for a turn, in any dialect."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    """As OpenAI's chat API has them."""
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    overridden: tuple[str, ...] = ()
-    """Sampling parameters that the agent named; the run's apply."""
-
-
-class Reply(NamedTuple):
-    """The answer to a request."""
-
-    id: str
-    said: Said
-    finish: Literal["stop", "length", "tool_calls"]
-    prompt_tokens: int
-    tokens: int
-
-
-class TokenReply(NamedTuple):
-    """The answer to a request that sent tokens."""
-
-    token_ids: list[int]
-    log_probs: list[float] | None
-    versions: list[int]
-    """Of each token."""
-    finish: Literal["stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +41,13 @@ class SessionLimits:
     prompt_tokens: int
     response_tokens: int
     max_turns: int = 16
-    max_chains: int = 8
+    max_chains: int = 16
+    main_model: str | None = None
+    """The model name of the main conversation; None for the one of the first request."""
+    auxiliary: bool = True
+    """Conversations that are not the main one are rows, too."""
     turn_timeout_s: float | None = None
+    """A request is given up then, but not when its client hangs up: clients that time out try again."""
     turn_rewards: bool = False
     """Turns may have rewards: there is one conversation, and the estimator reads rewards by token."""
 
@@ -124,8 +59,12 @@ class Counts:
     turns: int = 0
     coalesced: int = 0
     """Requests that were sent again and cost no generation."""
+    constrained: int = 0
+    """Requests whose answer had to have a form."""
     overridden: int = 0
-    """Requests that named sampling parameters."""
+    """Requests with parameters that have no effect."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """The same, by the name of the parameter."""
     tokenized_again: int = 0
     """Requests whose messages could not be appended to the tokens of their history."""
 
@@ -151,6 +90,7 @@ class Session:
         self.seconds_left = seconds_left
         self.keys, self.counts = Keys(), Counts()
         self.chains = Chains(limits.max_chains)
+        self.deliveries = Deliveries()
         self.reward: float | None = None
         """What the holder of the control key wrote last, besides `turn_rewards`."""
         self.turn_rewards = TurnRewards(allowed=limits.turn_rewards)
@@ -172,6 +112,11 @@ class Session:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._served: dict[bytes, Any] = {}
         """The last answer to each request, by its digest: at most `max_turns`."""
+        self._texts: dict[str, list[int]] = {}
+        """The tokens of each text that was continued, with its continuation: at most two a turn."""
+        self._waiting: Counter[asyncio.Future[Any]] = Counter()
+        """Callers that wait for a request."""
+        self._first_model: str | None = None
         self._limits_hit = 0
         """Requests that were refused at a limit."""
 
@@ -181,38 +126,72 @@ class Session:
         Raises RequestRefused; other errors have ended the session.
         """
         received = time.perf_counter() if received is None else received
-        if ask.messages[-1]["role"] == "assistant":
-            raise RequestRefused(
-                "the last message must not be the assistant's: the policy writes whole turns"
-            )
         self.counts.overridden += bool(ask.overridden)
+        self.counts.ignored.update(ask.overridden)
+        if ask.prompt is not None:
+            return await self._completion(ask, ask.prompt, received)
+        messages, begun = without_prefill(ask)
         self._count_turn()
-        tools = _hashable(ask.tools)
-        request = self.chains.open(ask.messages, tools)
+        self.counts.constrained += ask.form is not None
+        tools = hashable(ask.tools)
+        main = self._is_main(ask)
+        request = self.chains.open(messages, tools, main=main)
         try:
             try:
                 token_ids, kept = await self._tokens(request, ask)
             except CannotAppend:
                 self.counts.tokenized_again += 1
                 request.abandon()
-                request = self.chains.open(ask.messages, tools, from_scratch=True)
+                request = self.chains.open(messages, tools, main=main, from_scratch=True)
                 token_ids, kept = await self._tokens(request, ask)
-            answer, engine_s = await self._answer(request, token_ids, ask.max_tokens, ask.stop)
+            if begun:
+                token_ids = [*token_ids, *await self._policy.encode(begun)]
+            answer, engine_s = await self._answer(request, token_ids, ask)
             said = await self._policy.read(answer.token_ids, ask.tools, ask.stop)
             if answer.token_ids:
-                request.commit(token_ids, kept, answer, said.as_message())
+                message = said.as_message()
+                request.commit(token_ids, kept, answer, {**message, "content": begun + message["content"]})
         finally:
             request.abandon()
         name = secrets.token_hex(12)
-        self._answered(time.perf_counter() - received - engine_s, name, len(token_ids), answer)
-        cut = not answer.whole and said.stop is None
-        return Reply(
-            id=name,
-            said=said,
-            finish="tool_calls" if said.calls else "length" if cut else "stop",
-            prompt_tokens=len(token_ids),
-            tokens=len(answer.token_ids),
-        )
+        self._answered(time.perf_counter() - received - engine_s, name, request, len(token_ids), answer)
+        return reply_of(name, said, answer, len(token_ids))
+
+    def _is_main(self, ask: Ask) -> bool | None:
+        """Return whether a request belongs to the main conversation; None if its messages tell."""
+        if ask.main is not None:
+            return ask.main
+        named = self._limits.main_model
+        if named is not None:
+            return ask.model == named
+        if self._first_model is None:
+            self._first_model = ask.model
+        return None if ask.model == self._first_model else False
+
+    async def count_tokens(self, ask: Ask) -> int:
+        """Return how many tokens a request has. It is no turn, and changes nothing. Raises RequestRefused."""
+        messages, begun = without_prefill(ask)
+        count = len(await self._policy.begin(messages, ask.tools))
+        return count + len(await self._policy.encode(begun))
+
+    async def _completion(self, ask: Ask, prompt: str | list[int], received: float) -> Reply:
+        """Continue a text or tokens. Raises as `turn`."""
+        token_ids = prompt if isinstance(prompt, list) else await self._tokens_of_text(prompt)
+        name = secrets.token_hex(12)
+        main = self._is_main(ask)
+        answer = await self._continue(token_ids, ask.max_tokens, ask.stop, received, name, main)
+        said = await self._policy.read(answer.token_ids, (), ask.stop)
+        if isinstance(prompt, str):
+            # The agent may or may not repeat the stop text.
+            for text in {prompt + said.text, prompt + said.text + (said.stop or "")}:
+                self._texts[text] = [*token_ids, *answer.token_ids]
+        return reply_of(name, said, answer, len(token_ids))
+
+    async def _tokens_of_text(self, prompt: str) -> list[int]:
+        """Return the tokens of a text, of which the policy may have written a part."""
+        known = max((text for text in self._texts if prompt.startswith(text)), key=len, default="")
+        rest = await self._policy.encode(prompt[len(known) :])
+        return [*self._texts.get(known, ()), *rest]
 
     async def turn_of_tokens(
         self,
@@ -220,30 +199,46 @@ class Session:
         max_tokens: int | None,
         stop: tuple[str, ...] = (),
         received: float | None = None,
+        main: bool | None = None,
     ) -> TokenReply:
         """Answer a request that sends tokens, as `turn`. Raises as `turn`."""
         received = time.perf_counter() if received is None else received
-        if not token_ids:
-            raise RequestRefused("prompt_ids must have at least one token, got none")
-        known = self._policy.vocabulary
-        for one in (min(token_ids), max(token_ids)):
-            if not 0 <= one < known:
-                raise RequestRefused(f"prompt_ids must be between 0 and {known - 1}, got {one}")
-        self._count_turn()
-        request = self.chains.open_tokens(token_ids)
-        try:
-            answer, engine_s = await self._answer(request, token_ids, max_tokens, stop)
-            if answer.token_ids:
-                request.commit(token_ids, len(request.known), answer, None)
-        finally:
-            request.abandon()
-        self._answered(time.perf_counter() - received - engine_s, "", len(token_ids), answer)
+        name = secrets.token_hex(12)
+        answer = await self._continue(token_ids, max_tokens, stop, received, name, main)
         versions = [
             max((start, version) for version, start in answer.spans if start <= at)[1]
             for at in range(len(answer.token_ids))
         ]
         log_probs = None if answer.log_probs is None else list(answer.log_probs)
-        return TokenReply(list(answer.token_ids), log_probs, versions, "stop" if answer.whole else "length")
+        finish: Literal["stop", "length"] = "stop" if answer.whole else "length"
+        return TokenReply(list(answer.token_ids), log_probs, versions, finish, name)
+
+    async def _continue(
+        self,
+        token_ids: list[int],
+        max_tokens: int | None,
+        stop: tuple[str, ...],
+        received: float,
+        name: str,
+        main: bool | None,
+    ) -> Completion:
+        """Return the answer to tokens. Raises as `turn`."""
+        if not token_ids:
+            raise RequestRefused("the prompt must have at least one token, got none")
+        known = self._policy.vocabulary
+        for one in (min(token_ids), max(token_ids)):
+            if not 0 <= one < known:
+                raise RequestRefused(f"tokens must be between 0 and {known - 1}, got {one}")
+        self._count_turn()
+        request = self.chains.open_tokens(token_ids, main=main)
+        try:
+            answer, engine_s = await self._answer(request, token_ids, Ask([], [], max_tokens, stop))
+            if answer.token_ids:
+                request.commit(token_ids, len(request.known), answer, None)
+        finally:
+            request.abandon()
+        self._answered(time.perf_counter() - received - engine_s, name, request, len(token_ids), answer)
+        return answer
 
     async def once(self, digest: bytes, begin: Callable[[], Awaitable[Any]], *, again: bool) -> Any:
         """Return what `begin` returns. `digest`: of the request; `again`: the client sent it before.
@@ -264,12 +259,21 @@ class Session:
             task.add_done_callback(lambda done: self._settle(digest, done))
         else:
             self.counts.coalesced += 1
+        self._waiting[task] += 1
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             # The session has ended meanwhile, or the caller has.
             self.check_open()
+            task.add_done_callback(self._without_waiter)
             raise
+        finally:
+            self._waiting[task] -= 1
+
+    def _without_waiter(self, task: asyncio.Future[Any]) -> None:
+        """Note that the answer of a request is lost, unless it failed or another caller waits for it."""
+        if not self._waiting[task] and not task.cancelled() and task.exception() is None:
+            self.deliveries.note(task.result(), received=False)
 
     def check_open(self) -> None:
         """Raises RequestRefused if the session has ended."""
@@ -296,8 +300,11 @@ class Session:
             await asyncio.wait(set(self._tasks))
 
     def rows(self) -> list[ChainRow]:
-        """Return what is to be trained, the row of the last answer last."""
-        return self.chains.rows(self._limits.prompt_tokens)
+        """Return what is to be trained, the row that is scored last: the one of the main conversation with
+        the last answer that a client has received.
+        """
+        limits, lost = self._limits, self.deliveries.lost()
+        return self.chains.rows(limits.prompt_tokens, lost, auxiliary=limits.auxiliary)
 
     async def _bounded(self, begin: Callable[[], Awaitable[Any]]) -> Any:
         before = self._limits_hit
@@ -336,8 +343,11 @@ class Session:
                 f"this session has used its {self._limits.max_turns} turns (agentic.max_turns)", end="turns"
             )
 
-    def _answered(self, took_s: float, name: str, start: int, answer: Completion) -> None:
+    def _answered(
+        self, took_s: float, name: str, request: OpenRequest, start: int, answer: Completion
+    ) -> None:
         self.counts.turns += 1
+        self.deliveries.places[name] = AnswerPlace(request.chain.request_id, start)
         self.turn_rewards.answered(name, start, start + len(answer.token_ids))
         self.took_ms.append(round(1e3 * took_s, 3))
 
@@ -347,11 +357,11 @@ class Session:
         return await self._policy.append(request.previous, request.new, request.known, ask.tools)
 
     async def _answer(
-        self, request: OpenRequest, token_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str]
+        self, request: OpenRequest, token_ids: Sequence[int], ask: Ask
     ) -> tuple[Completion, float]:
         """Return the engine's answer and the seconds that it took."""
-        if max_tokens is not None and max_tokens < 1:
-            raise RequestRefused(f"max_tokens must be >= 1, got {max_tokens}")
+        if ask.max_tokens is not None and ask.max_tokens < 1:
+            raise RequestRefused(f"max_tokens must be >= 1, got {ask.max_tokens}")
         if not token_ids:
             raise RequestRefused("the messages must have a text, got none: the chat template writes no token")
         limits = self._limits
@@ -363,10 +373,10 @@ class Session:
                 f"{limits.response_tokens})",
                 end="tokens",
             )
-        limit = room if max_tokens is None else min(room, max_tokens)
-        asked = time.perf_counter()
+        limit = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        asked, name = time.perf_counter(), request.chain.request_id
         try:
-            answer = await self._policy.generate(request.chain.request_id, token_ids, limit, stop)
+            answer = await self._policy.generate(name, token_ids, limit, ask.stop, ask.form)
         except RequestRefused:
             raise
         except Exception as error:  # noqa: BLE001 - handed to the owner of the session
@@ -384,13 +394,5 @@ def ended(reason: str) -> RequestRefused:
 
 def digest_of(*parts: bytes) -> bytes:
     """Return what tells requests apart."""
-    made = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        made.update(len(part).to_bytes(8, "big") + part)
-    return made.digest()
-
-
-def _hashable(value: Any) -> Hashable:
-    if isinstance(value, Mapping):
-        return tuple((name, _hashable(one)) for name, one in sorted(value.items()))
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+    framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hashlib.blake2b(framed, digest_size=16).digest()

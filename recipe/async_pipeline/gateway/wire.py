@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from ..errors import RequestRefused
-from .conversation import Message
-from .sessions import Ask, Reply
+from .conversation import Message, check_depth
+from .turns import Ask, Form, Reply
 
 T = TypeVar("T")
 
@@ -30,6 +30,21 @@ class Read(NamedTuple):
     stream: bool
     usage: bool = True
     """A stream ends with the number of tokens."""
+    kinds: Mapping[str, str] = {}
+    """Tools that are no functions in the dialect, by name, with their type."""
+
+
+class Parameters(NamedTuple):
+    """What a dialect does with the parameters of a request. Other ones are counted by their names."""
+
+    honoured: tuple[str, ...]
+    checked: tuple[str, ...]
+    """Refused with values that cannot be honoured."""
+    refused: tuple[str, ...]
+    neutral: tuple[str, ...]
+    """They ask for nothing that the answer would show."""
+    counted: tuple[str, ...]
+    """Known ones that are counted."""
 
 
 class Dialect(Protocol):
@@ -37,6 +52,8 @@ class Dialect(Protocol):
 
     path: str
     """Of its requests."""
+    parameters: Parameters
+    """What it does with the parameters of a request."""
     keep_alive: bytes
     """An event that clients ignore."""
 
@@ -56,6 +73,16 @@ class Dialect(Protocol):
         """Return the event of an error in a stream that has begun."""
 
 
+class CountingDialect(Dialect, Protocol):
+    """An API that also tells how many tokens a request has."""
+
+    count_path: str
+    """Of requests for that."""
+
+    def read_input(self, body: bytes) -> Read:
+        """Return the request in such a body. Raises as `read`."""
+
+
 def decoded(body: bytes, kind: type[T]) -> T:
     """Return a body as the struct `kind`. Raises RequestRefused, which names the field."""
     try:
@@ -66,10 +93,45 @@ def decoded(body: bytes, kind: type[T]) -> T:
         raise RequestRefused(f"the body is not valid JSON: {error}") from error
 
 
-def overridden(found: Any, names: Sequence[str], *, one_call: bool) -> tuple[str, ...]:
-    """Return the parameters of a body that the run decides. `one_call`: it asks for one tool call at most."""
-    given = [name for name in names if getattr(found, name) is not None]
-    return (*given, *(["parallel_tool_calls"] if one_call else []))
+CONSTRAINTS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "logits_processors",
+)
+"""Parameters of vLLM and SGLang that constrain the answer."""
+OF_ENGINES = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "chat_template_kwargs",
+    "return_token_ids",
+    "continue_final_message",
+)
+"""Further parameters of these servers."""
+MAX_NAMES, MAX_NAME = 32, 64
+"""Bounds of the names that are counted for a request, and of the characters of each."""
+
+
+def ignored(body: bytes, known: Parameters, *, one_call: bool = False) -> tuple[str, ...]:
+    """Return the parameters of a body that have no effect. `one_call`: it asks for one tool call at most.
+
+    Raises RequestRefused for `known.refused`.
+    """
+    values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    given = [name for name, value in values.items() if bytes(value) != b"null"]
+    refuse({name: True for name in given if name in known.refused}, CHANGES_SAMPLING)
+    read = {*known.honoured, *known.checked, *known.neutral}
+    names = [name[:MAX_NAME] for name in given if name not in read][:MAX_NAMES]
+    return (*names, *(["parallel_tool_calls"] if one_call else []))
 
 
 def event(data: Any, name: str | None = None) -> bytes:
@@ -88,6 +150,28 @@ def refuse(reasons: Mapping[str, bool], why: str) -> None:
     found = [name for name, given in reasons.items() if given]
     if found:
         raise RequestRefused(f"{', '.join(found)}: {why}; leave it out")
+
+
+def form_of(
+    schema: Any, choice: Any, tools: Sequence[Mapping[str, Any]], fields: tuple[str, str]
+) -> Form | None:
+    """Return the form that an answer must have, or None if it may be any text.
+
+    `schema`: of the answer, or None; `choice`: the name of a tool that it must call, ANY_TOOL, or None;
+    `fields`: the names of both in the dialect. Raises RequestRefused if there is no such tool, or no schema.
+    """
+    of_schema, of_choice = fields
+    if choice is not None:
+        named = [one["function"]["name"] for one in tools]
+        if not named or (choice and choice not in named):
+            raise RequestRefused(f"{of_choice} must name a tool of the request ({', '.join(named)})")
+        return Form(call=choice, tools=tools)
+    if schema is None:
+        return None
+    if not isinstance(schema, Mapping):
+        raise RequestRefused(f"{of_schema} must have a JSON Schema")
+    check_depth(schema, of_schema)
+    return Form(schema=schema, tools=tools)
 
 
 CHANGES_SAMPLING = "the policy would be sampled in a way that the training does not know of"
@@ -118,6 +202,7 @@ def tool_of(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
+    check_depth(parameters, f"the parameters of the tool {name[:MAX_NAME]!r}")
     function["parameters"] = parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -50,7 +49,6 @@ class JobProcess:
         log: Path,
         environment: Mapping[str, str],
         *,
-        append: bool = False,
         own_session: bool = False,
         folder: Path | None = ROOT,
     ) -> None:
@@ -61,7 +59,7 @@ class JobProcess:
         """
         self.log = log
         self._others = frozenset(_started())
-        with log.open("ab" if append else "wb") as output:
+        with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -91,10 +89,6 @@ class JobProcess:
                 continue
         raise TimeoutError(f"still running after {limit_s:g} s; see {self.log}")
 
-    def interrupt(self) -> None:
-        """Send Ctrl-C."""
-        self._process.send_signal(signal.SIGINT)
-
     def stop(self) -> None:
         """End a job under `watch`, which ends its processes first. No-op if it has ended."""
         self._process.terminate()
@@ -114,10 +108,6 @@ class JobProcess:
             self._process.kill()
         self._process.wait()
 
-    def last_error(self) -> str:
-        """Return the last error in the log."""
-        return last_error(self.log.read_text(encoding="utf-8", errors="replace"))
-
 
 def _started() -> set[int]:
     """Return the descendants of this process; none without psutil, so that `verify-gpu` can say so."""
@@ -128,7 +118,7 @@ def last_error(log: str) -> str:
     """Return the last line of a log that names an exception, without prefixes, at most 300 characters."""
     lines = (_PRINTED_BY.sub("", _PRINTED_BY.sub("", line)).strip() for line in log.splitlines())
     found = [line for line in lines if _ERROR.match(line)]
-    return found[-1][:300] if found else "no error in the log"
+    return found[-1][:300] if found else "no exception in the log"
 
 
 class FoundProcess(NamedTuple):

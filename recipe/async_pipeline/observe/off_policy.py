@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from ..core.token_ages import oldest_trained
 from ..errors import StalenessViolation
 from .token_versions import Ints, TokenVersions, versions_written
 
-Rows = Iterable[npt.ArrayLike]
 """One row of tokens per trajectory: ragged rows, or a padded array (batch, length)."""
 Floats = npt.NDArray[np.float64]
 Float32s = npt.NDArray[np.float32]
@@ -63,36 +62,6 @@ class Columns(NamedTuple):
             None if rollout is None else rollout[tokens],
             None if old is None else old[tokens],
         )
-
-
-def off_policy_metrics(
-    trajectories: Sequence[Trajectory],
-    *,
-    trainer_version: int,
-    max_lag: int,
-    mask: Rows,
-    rollout_log_probs: Rows | None = None,
-    old_log_probs: Rows | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> dict[str, float]:
-    """Return the metrics of an optimizer step's batch that is in memory; see `OffPolicyMeter`.
-
-    Raises StalenessViolation if a token is newer than the trainer, ValueError if shapes differ.
-    """
-    meter = OffPolicyMeter(
-        trainer_version=trainer_version, max_lag=max_lag, clip_low=clip_low, clip_high=clip_high
-    )
-    lengths, flat = _joined(mask)
-    columns = [flat]
-    for rows in (rollout_log_probs, old_log_probs):
-        if rollout_log_probs is not None and old_log_probs is not None and rows is not None:
-            found, flat = _joined(rows)
-            if not np.array_equal(found, lengths):
-                raise ValueError("log-probs have other shapes than the mask")
-            columns.append(flat)
-    meter.add(trajectories, Columns(lengths, *columns))
-    return meter.metrics()
 
 
 class OffPolicyMeter:
@@ -390,10 +359,3 @@ def _row_sums(values: npt.NDArray[Any], row_tokens: Ints) -> Any:
     if values.size:
         sums[filled] = np.add.reduceat(values, (np.cumsum(row_tokens) - row_tokens)[filled])
     return sums
-
-
-def _joined(rows: Rows) -> tuple[Ints, npt.NDArray[Any]]:
-    """Return the length of each row, and all rows one after another."""
-    arrays = [np.asarray(row) for row in rows]
-    lengths = np.array([array.size for array in arrays], dtype=np.int64)
-    return lengths, np.concatenate(arrays) if arrays else np.empty(0)

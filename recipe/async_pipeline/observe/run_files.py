@@ -5,6 +5,9 @@ ledger.jsonl     continues in the same file; a `resumed` record names the point 
 events.jsonl     one per process: earlier ones become `events.1.jsonl`, `events.2.jsonl`, ...
 run.log          likewise; `watch` writes it, also for a new run in the same directory
 metrics.jsonl    continues after the checkpoint's step; the earlier file becomes `metrics.1.jsonl`, ...
+summary.json     likewise, as the other files of a process's end
+
+A run that starts in the directory of an earlier one moves its records to `earlier.1`, `earlier.2`, ...
 """
 
 from __future__ import annotations
@@ -23,6 +26,27 @@ def set_aside(path: Path) -> Path | None:
     while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     path.rename(kept)
+    return kept
+
+
+RECORDS = (
+    *("ledger*.jsonl", "events*.jsonl", "metrics*.jsonl", "summary*.json", "trace*.json", "report*.html"),
+    *("config.json", "settings.json", "diagnosis.txt", "agent_output", "pictures", "reference"),
+)
+"""What a run leaves in its directory, except for checkpoints and for `run.log`, which `watch` sets aside."""
+
+
+def set_aside_run(folder: Path) -> Path | None:
+    """Move the records of a run to a folder below its directory. Returns it, or None without any record."""
+    records = [path for pattern in RECORDS for path in sorted(folder.glob(pattern))]
+    if not records:
+        return None
+    number = 1
+    while (kept := folder / f"earlier.{number}").exists():
+        number += 1
+    kept.mkdir()
+    for path in records:
+        path.rename(kept / path.name)
     return kept
 
 

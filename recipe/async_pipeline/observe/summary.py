@@ -8,14 +8,18 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from ..console import echo
 from ..core.flow import FlowResult
+from ..errors import ConfigError, PatchError
 from ..redaction import without_secrets
+from .table import MARK
 
 
 @dataclass(kw_only=True)
@@ -79,6 +83,7 @@ class RunRecorder:
             "groups_failed": result.groups_failed,
             "groups_in_flight": result.groups_in_flight,
             "groups_regenerated": result.regenerated,
+            "updates_skipped": result.updates_skipped,
             "reward_first": round(fmean(self.rewards[:fifth]), 6) if self.rewards else None,
             "reward_last": round(fmean(self.rewards[-fifth:]), 6) if self.rewards else None,
             "lag_max": result.lag_max,
@@ -121,6 +126,17 @@ def status_of(error: BaseException | None) -> str:
     if error is None:
         return "completed"
     return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
+
+
+@contextmanager
+def causes() -> Iterator[None]:
+    """Print the cause on one line if the run ends here, above the traceback that Ray prints, and raise it."""
+    try:
+        yield
+    except Exception as error:
+        cause = str(error) if isinstance(error, ConfigError | PatchError) else one_line(error)
+        echo(f"{MARK} cause: {cause}")
+        raise
 
 
 def one_line(error: BaseException) -> str:

@@ -125,6 +125,17 @@ def closing(summary: Mapping[str, object]) -> list[str]:
         + (f"; {again} generated again" if again else "")
     )
 
+    skipped = summary.get("updates_skipped")
+    if skipped:
+        lines.append(
+            f"{MARK} {skipped} of the steps did not train, or not on all of their mini-batches, because "
+            "gradients were not finite; see actor/grad_norm"
+        )
+    if summary.get("checkpoints_failed"):
+        lines.append(
+            f"{MARK} {summary['checkpoints_failed']} checkpoints could not be written; the last complete one "
+            f"is of step {summary['checkpoint_last']}"
+        )
     off = summary.get("observers_off")
     if isinstance(off, Mapping):
         lines += [f"{MARK} switched off after an error: {name} ({error})" for name, error in off.items()]

@@ -4,9 +4,9 @@
 A checkpoint of step s is taken after its bookkeeping: its weights are gathered by then, so that the replicas
 need not wait for it, and its metrics are logged, so that a run that resumes from it misses none. The state of
 the pipeline is taken in one turn of the event loop; generation continues meanwhile. The weights do not change
-until all of it is read, because this lane also takes the next step, and the critic waits for that as well.
-The devices are released once the models are read. The rest, which is mostly hashing, continues in the
-background during the next steps.
+until the models are read and the storage units have noted the finished samples, because this lane also takes
+the next step, and the critic waits for that as well. The devices are released once the models are read. The
+rest, which is writing what was noted and hashing, continues in the background during the next steps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import get_args
 
+from ..core.bad_data import skipped_update
 from ..core.degradation import Level
 from ..core.fates import NotTrained
 from ..core.flow_state import FlowState
@@ -53,8 +54,9 @@ class TrainStateMachine(RoleStateMachine):
         facts = self._check_lags(item)
         batch = await self.trainer.update(item)
         self.pipeline.versions.advance_trained(item.step)
-        self.pipeline.fates.train(item.step, item.groups)
+        self.pipeline.fates.train(item.step, item.groups, skipped=skipped_update(batch.metrics))
         self.pipeline.check_books()
+        facts = {**facts, "train/skipped_updates": float(self.pipeline.ledger.skipped)}
         self.note("TRAINED", version=item.step, **facts)
         self.release()
         # The next gather must not wait for our bookkeeping.
@@ -62,7 +64,7 @@ class TrainStateMachine(RoleStateMachine):
         await self._critic_of(item)
         judged = self.pipeline.criticised.pop(item.step, batch)
         await self.trainer.finish_step(batch.merged(judged), facts)
-        if self.pipeline.schedule.saves(item.step):
+        if self.pipeline.checkpoints.saves(item.step):
             await self._saved()
             await self.compute_again()
             await self._save(item.step)
@@ -98,7 +100,11 @@ class TrainStateMachine(RoleStateMachine):
             complete = await self.trainer.save(state, models_read=self.release, all_read=all_read.set)
         finally:
             all_read.set()
-        if complete:
+        if not complete:
+            newest = max(self.pipeline.versions.trained, self.pipeline.versions.criticised)
+            self.pipeline.checkpoints.failed(step, newest)
+        else:
+            self.pipeline.checkpoints.succeeded(step)
             self.pipeline.ledger.checkpointed(step, state.ledger.number)
             self.note("SAVED", step=step, version=step, seconds=round(self.pipeline.clock.now() - started, 6))
 
@@ -123,6 +129,11 @@ class TrainStateMachine(RoleStateMachine):
             "version/served_min": float(self.pipeline.versions.served),
             "queue/untrained": float(self.pipeline.queue.untrained),
             "queue/finished": float(self.pipeline.queue.finished),
+            **(
+                {"checkpoint/age_steps": float(self.pipeline.checkpoints.age(item.step))}
+                if self.pipeline.schedule.save_every
+                else {}
+            ),
             **{f"samples/{fate}": float(self.pipeline.fates.count(fate)) for fate in get_args(NotTrained)},
             "samples/regenerated": float(self.pipeline.ledger.regenerated),
         }

@@ -16,7 +16,7 @@ from types import ModuleType
 ImportAction = Callable[[ModuleType], None]
 
 
-class _Finder(MetaPathFinder):
+class LateActions(MetaPathFinder):
     """Finds what the other finders find, with a loader that calls the actions once the module is complete."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-_FINDER = _Finder()
+_FINDER = LateActions()
 
 
 def after_import(name: str, action: ImportAction) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from .config_rules import has_critic
+from .model_rules import has_critic
 
 ATTENTION = "override_config.attn_implementation"
 """Below a model. verl's default is flash_attention_2."""

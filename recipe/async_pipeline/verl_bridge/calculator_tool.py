@@ -58,7 +58,7 @@ def _misbehave() -> None:
     file = Path(os.environ.get(MOOD, ""))
     if _calls % 4 or not file.is_file():
         return
-    mood = file.read_text()
+    mood = file.read_text(encoding="utf-8")
     Path(f"{file}.seen").touch()
     if mood == "raise":
         raise RuntimeError("the control file requests an exception")

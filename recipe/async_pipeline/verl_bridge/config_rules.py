@@ -3,35 +3,47 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from functools import cache
-from importlib.resources import files
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 from ..config.adapters import adapter_rank
+from ..config.aliases import FLOW_GRPO
 from ..config.divisibility import check_replicas
-from ..config.paths import OWN
+from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
+from ..config.paths import OWN, hint
 from ..config.placement import Placement
 from ..config.refusals import Settings, refuse
+from ..config.rollout_correction import (
+    CORRECTION,
+    LEFT_OUT,
+    PARAMETERS,
+    POLICY_LOSS,
+    check_estimator,
+    check_loss,
+)
 from ..config.schema import AsyncPipelineConfig
-from ..config.verl_options import ADAPTERS, REWARD_MODEL, RULES, WITH_CRITIC, WITHOUT_CRITIC
+from ..config.verl_options import (
+    ADAPTERS,
+    ESTIMATORS,
+    REWARD_MODEL,
+    RULES,
+    SAMPLING,
+    WITH_CRITIC,
+    WITHOUT_CRITIC,
+)
+from ..contract.config_keys import COMPOSED
 from ..errors import ConfigError
+from .light_verl import compute, fields_of, registered_estimators, registered_losses
 from .megatron_rules import check_megatron
-from .model_rules import ROLLOUT, check_model
-from .ray_cluster import address_to_join
+from .model_rules import ROLLOUT, check_model, has_critic, has_reference
+from .run_config import address_to_join
+from .verl_keys import verl_trees
 
+STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
 _ABSENT = object()
-
-
-def has_critic(config: DictConfig) -> bool:
-    """Return whether verl will use a critic, without the warning that verl prints if it will not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return bool(need_critic(config))
 
 
 def check_sections(config: DictConfig) -> None:
@@ -54,17 +66,26 @@ def _sections_of_verl() -> tuple[str, ...]:
                 yield f"{path}{name}"
                 yield from below(value, f"{path}{name}.")
 
-    defaults = OmegaConf.load(str(files("verl.trainer.config") / "_generated_ppo_trainer.yaml"))
-    return tuple(below(OmegaConf.to_container(defaults), ""))
+    return tuple(below(verl_trees()[COMPOSED[0]], ""))
 
 
 def check_verl_config(config: DictConfig) -> None:
     """Raises ConfigError for an option of verl that the pipeline does not support."""
-    at = Settings(config)
-    refuse(RULES, at)
-    check_megatron(config, critic=has_critic(config))
-    refuse(ADAPTERS, at)
-    check_model(config)
+    refuse((*RULES, *ESTIMATORS), Settings(config))
+
+
+def check_adapters(config: DictConfig) -> None:
+    """Raises ConfigError if adapters would not be trained, or could not be published."""
+    refuse(ADAPTERS, Settings(config))
+
+
+OPTION_CHECKS: tuple[Callable[[DictConfig], None], ...] = (
+    check_verl_config,
+    lambda config: check_megatron(config, critic=has_critic(config)),
+    check_adapters,
+    check_model,
+)
+"""Checks of verl's options, each of which runs, also if others refuse."""
 
 
 def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
@@ -131,7 +152,7 @@ def reward_model_devices(config: DictConfig) -> int:
 def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError if a forward-only model must load published weights but cannot."""
     every = knobs.training.ref_refresh_every
-    if every and not need_reference_policy(config):
+    if every and not has_reference(config):
         raise ConfigError(
             f"{OWN}.training.ref_refresh_every must be 0 without a reference policy, got {every}; "
             "set actor_rollout_ref.actor.use_kl_loss=True to use one"
@@ -143,7 +164,7 @@ def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineC
         (every > 0, "ref_logp", f"leave {OWN}.training.ref_refresh_every out"),
     )
     for loads, role, other in cases:
-        if loads and strategy == "fsdp":
+        if loads and strategy not in ("fsdp2", "megatron"):
             raise ConfigError(
                 f"actor_rollout_ref.actor.strategy must be fsdp2 or megatron if {role} loads published "
                 f"weights, got {strategy}; set it, or {other}"
@@ -155,3 +176,66 @@ def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineC
             f"{every}; on the training devices the reference is the trainer's model without its adapters: "
             "leave it out, or give ref_logp a pool"
         )
+
+
+def check_corrections(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if the rollout correction would be left out silently, or be wrong."""
+    refuse((*LEFT_OUT, *SAMPLING), Settings(config, knobs))
+    check_estimator(config, {*registered_estimators(), FLOW_GRPO})
+    # Losses that an external library registers in the workers are unknown here.
+    check_loss(
+        config,
+        None
+        if OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
+        else {*registered_losses(), *OWN_LOSSES},
+    )
+
+    losses = config.actor_rollout_ref.actor.policy_loss
+    if losses.get("_target_") in (STOCK_LOSS_CONFIG, LOSS_CONFIG):
+        known = [*fields_of(STOCK_LOSS_CONFIG), *PARAMETERS]
+        for name in losses:
+            if name not in known and name != "_target_":
+                raise ConfigError(
+                    f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(str(name), known)}; keys: "
+                    f"{', '.join(known)}"
+                )
+
+    _try_correction(OmegaConf.select(config, CORRECTION) or {})
+
+
+def _try_correction(section: Mapping[str, Any]) -> None:
+    """Try the correction on one token with verl's own functions.
+
+    Raises ConfigError if they refuse it, or if the token gets no weight.
+    """
+    for name, function, example in (
+        (
+            "rollout_is",
+            "compute_rollout_correction_weights",
+            "2.0, or for a band that contains 1 '\"0.5_5.0\"'",
+        ),
+        ("rollout_rs", "compute_rollout_rejection_mask", "'\"0.5_2.0\"' for k1, 0.1 for k2 and k3"),
+    ):
+        if section.get(name) is None:
+            continue
+
+        threshold = section.get(f"{name}_threshold")
+        work = partial(_why_no_weight, function, section[name], threshold)
+        if why := compute(work, [f"verl.trainer.ppo.rollout_corr_helper.{function}"], torch=True):
+            raise ConfigError(
+                f"{CORRECTION}.{name}={section[name]} with {name}_threshold, got {threshold!r}, fails on a "
+                f"token of ratio 1: {why}; e.g. {example}"
+            )
+
+
+def _why_no_weight(function: str, method: Any, threshold: Any) -> str:
+    """Return why a function of verl gives a token of ratio 1 no weight, or nothing if it gives one."""
+    import torch
+    from verl.trainer.ppo import rollout_corr_helper
+
+    token, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    try:
+        weights = getattr(rollout_corr_helper, function)(token, mask, method, threshold)[0]
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        return " ".join(str(error).split()).rstrip(".")
+    return "" if bool(weights.isfinite().all()) else "no finite weight"

@@ -13,7 +13,6 @@ from ..config.diffusion import DiffusionConfig
 from ..config.paths import OWN
 from ..config.refusals import Refusal, Settings, any_of, must_be, never, on, refuse
 from ..config.schema import AsyncPipelineConfig
-from ..diffusion.model_folder import ModelFolder
 from ..errors import ConfigError
 
 ENGINE = "diffusers"
@@ -58,7 +57,8 @@ def check_images(config: DictConfig, knobs: AsyncPipelineConfig, *, critic: bool
 
 def _check_sizes(config: DictConfig, how: DiffusionConfig) -> None:
     """Raises ConfigError if there is no such image or window."""
-    # Imports verl's workers, which other runs do not need here.
+    # Import torch and verl's workers, which other runs do not need here.
+    from ..diffusion.model_folder import ModelFolder
     from .workers.diffusion_model import Denoising
 
     folder = ModelFolder(Path(str(config.actor_rollout_ref.model.path)).expanduser())
@@ -71,6 +71,7 @@ def _check_sizes(config: DictConfig, how: DiffusionConfig) -> None:
 
 def set_image_keys(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Set verl's keys of an image policy: its model, its agent loop, its rewards, and its tokens."""
+    from ..diffusion.model_folder import ModelFolder
     from .workers.diffusion_model import Denoising
 
     values: dict[str, Any] = knobs.diffusion.denoising()

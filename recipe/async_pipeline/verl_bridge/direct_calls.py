@@ -62,7 +62,8 @@ def _host() -> str:
 
 
 class _Messages(asyncio.Protocol):
-    """Splits a stream into messages. A peer of another user is refused: messages are unpickled."""
+    """Splits a stream into messages. A peer of another user, or in a sandbox, is refused: messages are
+    unpickled."""
 
     transport: Any = None
 
@@ -71,7 +72,7 @@ class _Messages(asyncio.Protocol):
         self._to_send: list[bytes] = []
 
     def connection_made(self, transport: Any) -> None:
-        if _uid_of_peer(transport) != os.getuid():
+        if not _is_trusted(transport):
             transport.abort()
         else:
             self.transport = transport
@@ -103,11 +104,15 @@ class _Messages(asyncio.Protocol):
         raise NotImplementedError
 
 
-def _uid_of_peer(transport: Any) -> int:
+def _is_trusted(transport: Any) -> bool:
+    """Return whether a peer is a process of this user, and not in the sandbox of an agent."""
     with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as peer:
         packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(packed)[1]
-    return uid
+    pid, uid, _ = _CREDENTIALS.unpack(packed)
+    try:
+        return uid == os.getuid() and os.path.samefile(f"/proc/{pid}/ns/user", "/proc/self/ns/user")
+    except OSError:  # it has ended, or is in a namespace of processes that is hidden from this one
+        return False
 
 
 class _Callee(_Messages):

@@ -8,6 +8,7 @@ after Ray has started. The names are read from the engine's source: importing an
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 CLASSES = ("ServerArgs", "EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
 AS_OPTIONS = ("vllm",)
 """verl starts these through their command line, where `-` equals `_`; the others by keyword arguments."""
+_RANKS = re.compile(r"^MaxLoRARanks = Literal\[([\d, ]+)\]", re.MULTILINE)
 
 
 def check_engine_names(sections: Mapping[str, Any], chosen: str) -> None:
@@ -52,14 +54,14 @@ def check_engine_names(sections: Mapping[str, Any], chosen: str) -> None:
             )
 
 
-def check_argument_names(engine: str, arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that the engine does not have.
+def check_arguments(engine: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that the engine does not have, and for a switch that is no boolean.
 
     Without the engine on this machine, or if its source has another form, nothing is checked.
     """
     if not arguments or engine not in SOURCES:
         return
-    known = _names_of(engine)
+    known = arguments_of(engine)
     if not known:
         return
 
@@ -71,29 +73,50 @@ def check_argument_names(engine: str, arguments: Mapping[str, Any]) -> None:
                 f"got {shown(str(key), value)}{hint(name.replace('-', '_'), sorted(known))}; correct the "
                 "name, or leave it out"
             )
+        if known.get(name) and value is not None and not isinstance(value, bool):
+            raise ConfigError(
+                f"{ROLLOUT}.engine_kwargs.{engine}.{key} must be True or False, got "
+                f"{shown(str(key), value)}; correct it, or leave it out"
+            )
 
 
 @cache
-def _names_of(engine: str) -> frozenset[str]:
-    """Return the names of an engine's arguments, or nothing if they cannot be read."""
+def arguments_of(engine: str) -> Mapping[str, bool]:
+    """Return an engine's arguments, and whether each is a switch, or nothing if they cannot be read."""
     try:
         spec = find_spec(engine)
         folders = list(spec.submodule_search_locations or ()) if spec else []
         texts = [Path(folders[0], file).read_text(encoding="utf-8") for file in SOURCES[engine]]
-        declared = [name for text in texts for name in declared_names(text, options=engine in AS_OPTIONS)]
-        return frozenset(declared)
+        pairs = [pair for text in texts for pair in declared_arguments(text, options=engine in AS_OPTIONS)]
+        # An option has the type of the field of its name.
+        return {name: (name, True) in pairs for name, _ in pairs}
     except (IndexError, OSError, SyntaxError, ValueError):
-        return frozenset()
+        return {}
 
 
-def declared_names(source: str, *, options: bool) -> Iterator[str]:
-    """Yield the fields of `CLASSES`, and with `options` the long ones of calls of `add_argument`."""
+def largest_adapter_rank() -> int | None:
+    """Return the largest rank of an adapter that vLLM serves, or None if it cannot be read here."""
+    try:
+        spec = find_spec("vllm")
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        ranks = _RANKS.search(Path(folders[0], "config", "lora.py").read_text(encoding="utf-8"))
+    except (IndexError, OSError, ValueError):
+        return None
+    return max(map(int, ranks[1].split(","))) if ranks else None
+
+
+def declared_arguments(source: str, *, options: bool) -> Iterator[tuple[str, bool]]:
+    """Yield the fields of `CLASSES`, and with `options` the long ones of calls of `add_argument`.
+
+    A field is a switch if its annotation has no other type than `bool`.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef) and node.name in CLASSES:
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    yield field.target.id
+                    types = {*ast.unparse(field.annotation).split(" | ")} - {"None"}
+                    yield field.target.id, types <= {"bool", "Optional[bool]"}
         if options and isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             for option in node.args:
                 if isinstance(option, ast.Constant) and str(option.value).startswith("--"):
-                    yield str(option.value)[2:].replace("-", "_")
+                    yield str(option.value)[2:].replace("-", "_"), False

@@ -18,6 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,10 @@ class VllmCheck:
 
     async def run(self) -> dict[str, Any]:
         """Load all versions while requests are open."""
+        from .rollout.vllm.facts import engine_line
+
         facts = await self.facts()
+        echo(engine_line(metadata.version("vllm"), facts))
         await self.publish(0)
         stop = asyncio.Event()
         lengths = [LONG * (number + 1) // REQUESTS for number in range(REQUESTS)]

@@ -3,11 +3,14 @@
 
 verl's patched entry point calls these functions in this order:
 
+    __main__     driver         `rewrite_command_line`   before hydra composes the config
     main         driver         `prepare`      before verl validates the config
     run_ppo      driver         `wait_for`     after the trainer's process was started
     TaskRunner   trainer's      `begin`        before verl looks its trainer up
 
-Without the patches, `trainer.v1.trainer_mode=async_pipeline` leads to one call in their place:
+Other entry points of verl have no patch: the plugin calls `rewrite_on_import` in place of the first, and
+`entry_points` calls `prepare`. Without the patches,
+`trainer.v1.trainer_mode=async_pipeline` leads to one call in their place:
 
     TaskRunner   trainer's      `adopt`        when verl makes the trainer; see trainer/entry.py
 
@@ -18,17 +21,57 @@ torch, verl nor Ray, so a fault in the rest of the package cannot stop such a ru
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from ..config.entry_points import is_program
+from ..config.older_verl import asks_for_pipeline, modernised
+from ..config.overrides import quote_names
+from ..config.paths import OWN
 from ..config.schema import is_strategy
 from ..config.translation import is_enabled, require_no_stray_keys
 from ..console import EXIT_USERS, echo
-from ..errors import AsyncPipelineError, ConfigError, PatchError
+from ..errors import AsyncPipelineError
+from ..observe.summary import causes
 from ..observe.table import MARK
+
+
+def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True) -> None:
+    """Rewrite the words of a command line that were written for another verl, with a note on each.
+
+    `argv` begins with the program and is changed in place. Nothing changes without the switch. For main_ppo,
+    keys that no code reads get a note, and the process exits with status 2 and a line for each problem if the
+    config lacks a key.
+    """
+    words = [word for word in argv[1:] if "=" in word and not word.startswith("-")]
+    if not asks_for_pipeline(words):
+        return
+    from .spelling import without_unread
+    from .verl_keys import has_key
+
+    rewritten, notes = modernised(words, has_key)
+    others = [word for word in argv[1:] if word not in words]
+    if of_main_ppo and not others:  # a configuration of the user may read any key
+        rewritten, more = without_unread(rewritten)
+        notes = (*notes, *more)
+    argv[1:] = [*others, *map(quote_names, rewritten)]
+    for note in notes:
+        echo(f"{MARK} {note}")
+    if not of_main_ppo:
+        return
+    try:
+        from .command_line import check_command_line
+
+        check_command_line(argv[1:])
+    except AsyncPipelineError as error:
+        _refuse(str(error))
+
+
+def rewrite_on_import() -> None:
+    """Rewrite this process's command line if its program is an entry point of verl other than main_ppo."""
+    if is_program(sys.orig_argv[-len(sys.argv)]):
+        rewrite_command_line(sys.argv, of_main_ppo=False)
 
 
 def prepare(config: DictConfig) -> None:
@@ -68,7 +111,7 @@ def wait_for(running: Any, config: DictConfig) -> None:
 
     launch.check_cluster(config)
     launch.start_sample_store(config)
-    interrupts.wait_for(running)
+    interrupts.wait_for(running, OmegaConf.select(config, f"{OWN}.faults.notice_s") or 0.0)
 
 
 def begin(config: DictConfig) -> None:
@@ -79,7 +122,7 @@ def begin(config: DictConfig) -> None:
     """
     if not _has_our_trainer(config):
         return
-    with _causes():
+    with causes():
         _begin(config)
 
 
@@ -90,7 +133,7 @@ def adopt(config: DictConfig) -> None:
     """
     from . import launch
 
-    with _causes():
+    with causes():
         launch.adopt(config)
         _begin(config)
 
@@ -99,16 +142,6 @@ def _begin(config: DictConfig) -> None:
     from .trainer import registration
 
     registration.begin(config)
-
-
-@contextmanager
-def _causes() -> Iterator[None]:
-    """Print the error of the user on one line, since Ray hands it over in a long one, and raise it."""
-    try:
-        yield
-    except (ConfigError, PatchError) as error:
-        echo(f"{MARK} cause: {error}")
-        raise
 
 
 def _has_our_trainer(config: DictConfig) -> bool:

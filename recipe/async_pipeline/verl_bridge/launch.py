@@ -8,6 +8,7 @@ verl's patched entry point calls `prepare` with the whole config before it start
 from __future__ import annotations
 
 import atexit
+import copy
 import importlib.metadata
 import os
 import sys
@@ -21,37 +22,42 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.utils.device import get_resource_name
 
-from ..checkpoint.resume import check_ledger, origin_of
+from ..checkpoint import owner
+from ..checkpoint.resume import LEDGER, check_ledger, origin_of, root_of, saves
 from ..config.agent_program import program_values
 from ..config.loss_modes import LOSS_CONFIG
+from ..config.machine import require_machine
 from ..config.misplaced import SWITCHES
-from ..config.paths import MODE, OWN, PATCH_FREE, RUNTIME
+from ..config.paths import MODE, OWN, PATCH_FREE, RUNTIME, select
 from ..config.rollout_correction import describe_correction
+from ..config.run_plan import arena_bytes
 from ..config.runtime import RuntimeConfig
+from ..config.sample_store import store_budget
 from ..config.schema import AsyncPipelineConfig, is_strategy, plain
 from ..config.verl_options import MANAGER
+from ..console import echo
 from ..errors import AsyncPipelineError, ConfigError
+from ..observe.run_files import run_of, set_aside_run
 from ..observe.table import MARK
-from .attention import set_attention
+from . import replaced
 from .config_checks import (
     FOREIGN_PATHS,
-    STOCK_LOSS_CONFIG,
     Checked,
     _update,
     checked,
     remove_keys,
-    set_pool_sizes,
+    set_verls_keys,
 )
-from .config_rules import reward_model_devices
-from .diffusers_rules import draws_images, set_image_keys
+from .config_rules import STOCK_LOSS_CONFIG, reward_model_devices
 from .engine_contract import check_engine
-from .engine_memory import set_engine_memory
-from .expert_backends import set_expert_kernels
-from .model_rules import described_model
-from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir, require_devices
+from .interrupts import end_with_watch
+from .ray_cluster import choose_cluster, mark_run_dir, require_devices
+from .run_config import ADDRESS, INIT, LOCAL
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
+LATEST = "latest"
+"""Name of the link to the run directory that was made last."""
 REFERRED = ("actor_rollout_ref.actor.ppo_mini_batch_size",)
 """Keys of verl that a knob may set, and that verl's config refers to elsewhere: the critic's mini-batch."""
 
@@ -61,6 +67,7 @@ def prepare(config: DictConfig) -> None:
 
     Exits with status 2 and one line on standard error if the config is wrong.
     """
+    end_with_watch()
     with _refusals():
         _prepare(config)
 
@@ -84,8 +91,9 @@ def adopt(config: DictConfig) -> None:
     assert found is not None, "verl makes this trainer only if the mode asks for it"
     _refuse_late_changes(config, found)
     _check_engine(config, found)
+    run_dir = _take_folders(config, found.translation.config)
     notes = set_verls_keys(config, found, ())
-    _rewrite(config, found, joins=False)
+    _rewrite(config, found, run_dir, joins=False)
     _require_devices(config)
     _tell(config, found, notes)
 
@@ -104,7 +112,18 @@ def _refuse_late_changes(config: DictConfig, found: Checked) -> None:
 
 def _check_engine(config: DictConfig, found: Checked) -> None:
     """Raises ConfigError if the installed engine lacks something that the run uses; warns if a knob asks."""
-    if line := check_engine(config, found.translation.config.engine_check):
+    planned = copy.deepcopy(config)
+    _update(planned, found.translation.verl)
+    if line := check_engine(planned, found.translation.config.engine_check):
+        _say(line)
+
+
+def _require_machine(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if Ray and the run could not start here; warns of what the run may do without."""
+    resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    temporary = select(resolved, f"{INIT}._temp_dir")
+    needed = {"needed_shm_bytes": arena_bytes(resolved), "store_bytes": store_budget(resolved, knobs).nbytes}
+    for line in require_machine(**needed, temporary=temporary):
         _say(line)
 
 
@@ -135,8 +154,6 @@ def start_sample_store(config: DictConfig) -> None:
         return
     import transfer_queue as tq
 
-    from . import replaced
-
     replaced.apply("sample store")
     tq.init(OmegaConf.create(OmegaConf.to_container(config.transfer_queue, resolve=True)))
     atexit.register(tq.close)
@@ -148,19 +165,23 @@ def _prepare(config: DictConfig) -> None:
         return
     _check_engine(config, found)
     cluster, line = choose_cluster(config, found.placement)
+    if cluster[ADDRESS] == LOCAL:
+        _require_machine(config, found.translation.config)
+    run_dir = _take_folders(config, found.translation.config)
     notes = set_verls_keys(
         config, found, HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
     )
-    _rewrite(config, found, joins=cluster[ADDRESS] != LOCAL)
+    _rewrite(config, found, run_dir, joins=cluster[ADDRESS] != LOCAL)
     with open_dict(config):
         _update(config, cluster)
+    replaced.apply("driver")
     _say(line)
     _tell(config, found, notes)
 
 
 def _tell(config: DictConfig, found: Checked, notes: Sequence[str]) -> None:
     """Print what the keys of the user led to, with `notes` on verl's keys."""
-    for note in (*found.translation.notes, *notes):
+    for note in (*found.translation.notes, *notes, *(f"not checked: {one}" for one in found.unchecked)):
         _say(note)
     knobs = found.translation.config
     correction = describe_correction(config, found.old_logp, knobs.staleness.max_lag)
@@ -168,33 +189,12 @@ def _tell(config: DictConfig, found: Checked, notes: Sequence[str]) -> None:
         _say(f"correction for staleness: {correction}")
 
 
-def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Set verl's own keys to the values that follow from the knobs and from keys of other systems.
-
-    `overrides` is the command line, as far as it is known. Returns a line for each key that gets another
-    default than verl's.
-    """
-    _update(config, found.translation.verl)
-    set_pool_sizes(config, found.placement)
-    if draws_images(config):
-        set_image_keys(config, found.translation.config)
-        return ()
-    described = described_model(config)
-    notes = (
-        set_attention(config, described),
-        set_expert_kernels(config, described),
-        set_engine_memory(config, found.translation.config, overrides),
-    )
-    return tuple(note for note in notes if note is not None)
-
-
-def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:
+def _rewrite(config: DictConfig, found: Checked, run_dir: Path, *, joins: bool) -> None:
     """Rewrite the config to start our trainer, with the knobs and the state of the run.
 
     `joins` means that the run joins a Ray cluster, which may start the trainer's process on another node.
     """
     knobs = found.translation.config
-    run_dir = _make_run_dir(config, knobs)
     origin = origin_of(
         cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)),
         knobs,
@@ -205,11 +205,14 @@ def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:
     )
     if origin.found is not None:
         check_ledger(run_dir, origin.found)
+    if run_of(run_dir / LEDGER) != origin.run and (kept := set_aside_run(run_dir)):
+        _say(f"records of an earlier run are kept in {kept}")
 
     manager = OmegaConf.to_container(config.reward.reward_manager, resolve=True)
     runtime = RuntimeConfig(
         run=origin.run,
         identity=origin.identity,
+        epoch=origin.epoch,
         run_dir=run_dir,
         run_dir_mark=mark_run_dir(run_dir) if joins else None,
         resume_from=None if origin.found is None else origin.found.folder,
@@ -250,19 +253,20 @@ def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:
         config.trainer.logger = names if "file" in names else [*names, "file"]
 
 
-def _make_run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
-    """Make the run directory, and a link `latest` to it in the same folder. Returns its absolute path."""
-    project, name = config.trainer.project_name, config.trainer.experiment_name
-    run_dir = Path(knobs.run_dir or Path("outputs") / str(project) / str(name)).resolve()
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{OWN}.run_dir must be a writable folder, got {run_dir} ({error.strerror}); set another one"
-        ) from None
+def _take_folders(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
+    """Make the run directory, take it and the folder for checkpoints, and link `latest` to the former.
 
-    latest = run_dir.parent / "latest"
-    temporary = run_dir.parent / f".latest-{os.getpid()}"
+    Returns the absolute path of the run directory. Raises ConfigError if another run has one of the folders.
+    """
+    run_dir = _run_dir(config, knobs)
+    resolved = cast("dict[str, Any]", OmegaConf.to_container(config.trainer, resolve=True))
+    folders = {owner.RUN_DIR: run_dir}
+    if saves({"trainer": resolved}):
+        folders[owner.ROOT] = root_of({"trainer": resolved})
+    owner.own(folders, _say)
+
+    latest = run_dir.parent / LATEST
+    temporary = run_dir.parent / f".{LATEST}-{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(run_dir.name)
     if latest.is_symlink() or not latest.exists():
@@ -274,6 +278,25 @@ def _make_run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
     return run_dir
 
 
+def _run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
+    """Return the run directory. Raises ConfigError if the names of the run would lead to another run's."""
+    if knobs.run_dir:
+        return Path(knobs.run_dir).resolve()
+    names = {name: str(config.trainer[name]) for name in ("project_name", "experiment_name")}
+    for key, name in names.items():
+        parts = name.split("/")
+        if not set(parts).isdisjoint({"", ".", ".."}):
+            raise ConfigError(
+                f"trainer.{key} must name a folder below outputs, got {name!r}; set another name, or "
+                f"{OWN}.run_dir"
+            )
+    if Path(names["experiment_name"]).name == LATEST:
+        raise ConfigError(
+            f"trainer.experiment_name must not be {LATEST}, the link to the newest run, got "
+            f"{names['experiment_name']!r}; set another name"
+        )
+    return Path("outputs", *names.values()).resolve()
+
+
 def _say(text: str) -> None:
-    sys.stdout.write(f"{MARK} {text}\n")
-    sys.stdout.flush()
+    echo(f"{MARK} {text}")

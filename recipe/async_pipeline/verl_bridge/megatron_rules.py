@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import need_reference_policy
 
 from ..config.adapters import adapter_rank
 from ..config.aliases import BYPASS
 from ..config.refusals import Refusal, Settings, any_of, must_be, must_be_off, must_be_on, never, off, refuse
 from ..errors import ConfigError
-from .model_rules import MODEL, described_model
+from .model_rules import EXPERTS, MODEL, described_model, has_experts, has_reference
 
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 """The words before `_parallel_size`."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in a model's config.json."""
 REPLAY = ".megatron.router_replay.mode"
 """R2 records the routing while old log-probs are computed and replays it in the update."""
 _WHOLE_SEQUENCES = "the attention of the CPU platform does not split a sequence"
@@ -38,12 +36,18 @@ def _on_a_cpu(name: str, *allowed: Any, why: str) -> Refusal:
 RULES: tuple[Refusal, ...] = (
     must_be_on(".megatron.use_mbridge", "verl's engine requires it"),
     must_be_off(".megatron.qat.enable", "quantization-aware training is not supported yet"),
+    must_be_off(
+        ".megatron.vanilla_mbridge",
+        "only Megatron-Bridge exports adapters: set it",
+        "with LoRA",
+        lambda at: adapter_rank(at.config),
+    ),
     Refusal(
-        f"{MODEL}.lora.rank",
+        f"{MODEL}.lora_rank",
         off,
-        "must be 0 with strategy=megatron",
-        "adapters of Megatron are not supported yet: set it, or use fsdp2",
-        when=lambda at: adapter_rank(at.config),
+        f"must be 0 with strategy=megatron, which reads {MODEL}.lora.rank",
+        "set the latter",
+        when=lambda at: not at[f"{MODEL}.lora.rank"],
     ),
 )
 """Paths that begin with a dot are below the section of an engine."""
@@ -119,7 +123,7 @@ def check_megatron(config: DictConfig, *, critic: bool) -> None:
     for section in found[1:]:
         _require_same_sizes(config, found[0], section)
     strategy, ref = config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.ref.strategy
-    if need_reference_policy(config) and "megatron" in (strategy, ref) and strategy != ref:
+    if has_reference(config) and "megatron" in (strategy, ref) and strategy != ref:
         raise ConfigError(f"{REF}.strategy must equal {ACTOR}.strategy={strategy}, got {ref}; set it")
 
 
@@ -143,7 +147,7 @@ def config_class(config: DictConfig, section: str) -> str:
 def _sections(config: DictConfig, *, critic: bool) -> Iterator[tuple[str, str]]:
     """Yield the sections whose engine is Megatron, each with the section of its model."""
     roles = [(ACTOR, MODEL)]
-    roles += [(REF, MODEL)] if need_reference_policy(config) else []
+    roles += [(REF, MODEL)] if has_reference(config) else []
     roles += [(CRITIC, f"{CRITIC}.model")] if critic else []
     for section, model in roles:
         if OmegaConf.select(config, f"{section}.strategy") == "megatron":
@@ -205,12 +209,6 @@ def _check_warm_up(config: DictConfig, section: str) -> None:
         )
 
 
-def has_experts(described: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a mixture of experts."""
-    text = described.get("text_config") or described
-    return any(text.get(key) for key in EXPERTS)
-
-
 def _experts_have_bias(config: DictConfig, megatron: str) -> bool:
     described = described_model(config)
     text = described.get("text_config") or described
@@ -251,3 +249,12 @@ def _uneven(config: DictConfig, megatron: str) -> bool:
     """Return whether the user distributes the layers over the stages."""
     fields = OmegaConf.select(config, f"{megatron}.override_transformer_config") or {}
     return any("pipeline" in str(name) for name in fields)
+
+
+def makes_adapters() -> bool:
+    """Return whether the installed Megatron-Bridge can make adapters, without importing it."""
+    bridge = find_spec("megatron.bridge") if find_spec("megatron") else None
+    if bridge is None or bridge.origin is None:
+        return False
+    made_in = Path(bridge.origin).parent / "peft" / "utils.py"
+    return made_in.is_file() and "def create_peft(" in made_in.read_text(encoding="utf-8")

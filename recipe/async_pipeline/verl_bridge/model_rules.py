@@ -21,7 +21,7 @@ from ..config.adapters import publishes_adapters
 from ..config.refusals import Refusal, Settings, any_of, other_than, refuse
 from ..contract.engines import find_spec
 from ..errors import ConfigError
-from .engine_arguments import check_argument_names, check_engine_names
+from .engine_arguments import check_arguments, check_engine_names
 from .expert_backends import check_expert_kernels
 from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
 
@@ -56,6 +56,8 @@ WEIGHTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM's CPU engine has a kernel."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in a model's config.json."""
 CPU_EXPERT_ALIGNMENT = 32
 """vLLM's CPU engine pads the width of experts to a multiple of this; padded experts cannot be updated."""
 
@@ -86,12 +88,25 @@ ON_CPU: tuple[Refusal, ...] = (
 )
 
 
+def has_critic(config: DictConfig) -> bool:
+    """Return whether verl will use a critic. verl's own function warns if it will not."""
+    if config.critic.enable is not None:
+        return bool(config.critic.enable)
+    return bool(config.algorithm.adv_estimator == "gae")
+
+
+def has_reference(config: DictConfig) -> bool:
+    """Return whether verl will use a reference policy."""
+    return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
+
+
 def check_model(config: DictConfig) -> None:
     """Raises ConfigError if the rollout engine cannot serve published weights of this model."""
     described = described_model(config)
     _check_precision(config, described)
     _check_heads(config, described)
     _check_pictures(config, described)
+    _check_context(config, described)
     check_engine_names(
         OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs") or {}, str(config.actor_rollout_ref.rollout.name)
     )
@@ -158,7 +173,7 @@ def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
                 f"{ENGINE_ARGUMENTS}.{key} must not have a quantization_config, got {value!r}; leave it "
                 f"out, {_UNQUANTIZED}"
             )
-    check_argument_names("vllm", arguments)
+    check_arguments("vllm", arguments)
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:
@@ -210,6 +225,31 @@ def _check_pictures(config: DictConfig, described: Mapping[str, Any]) -> None:
         )
 
 
+def _check_context(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the context of the engine or the model is too short for a prompt and response."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "diffusers":
+        return
+    lengths = [OmegaConf.select(config, f"data.max_{part}_length") for part in ("prompt", "response")]
+    override = OmegaConf.select(config, f"{MODEL}.override_config.max_position_embeddings")
+    of_model = override or described.get("max_position_embeddings")
+    of_model = of_model or _text_model(described).get("max_position_embeddings")
+    of_engine = rollout.max_model_len
+    if isinstance(of_model, int) and isinstance(of_engine, int) and of_engine > of_model:
+        raise ConfigError(
+            f"{ROLLOUT}.max_model_len must be at most {of_model}, the model's max_position_embeddings, got "
+            f"{of_engine}; lower it"
+        )
+    limit = of_model if of_engine is None else of_engine
+    if isinstance(limit, int) and all(isinstance(one, int) for one in lengths) and sum(lengths) > limit:
+        whose = "the model's max_position_embeddings" if of_engine is None else f"{ROLLOUT}.max_model_len"
+        raise ConfigError(
+            f"data.max_prompt_length + max_response_length must be at most {limit}, {whose}, got "
+            f"{lengths[0]} + {lengths[1]} = {sum(lengths)}; lower one of them"
+            + ("" if of_engine is None else f", or set {ROLLOUT}.max_model_len={sum(lengths)}")
+        )
+
+
 def _check_fp8(config: DictConfig, described: Mapping[str, Any]) -> None:
     """Raises ConfigError if an engine that serves fp8 would not get all weights through the conversion, or
     would compute with older ones.
@@ -252,6 +292,16 @@ def _check_cpu_engine(config: DictConfig, described: Mapping[str, Any]) -> None:
         )
 
 
+def has_experts(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a mixture of experts."""
+    return any(_text_model(described).get(name) for name in EXPERTS)
+
+
+def has_latent_attention(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes attention over compressed keys and values."""
+    return bool(_text_model(described).get("kv_lora_rank"))
+
+
 def _text_model(described: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the description of the language model, also of a model that reads pictures as well."""
     return _as_mapping(described.get("text_config")) or described
@@ -271,7 +321,7 @@ def _head_size(text: Mapping[str, Any]) -> int | None:
 
 def _expert_width(text: Mapping[str, Any]) -> int | None:
     """Return the intermediate size of an expert, or None without experts."""
-    if not any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if not has_experts(text):
         return None
     width = text.get("moe_intermediate_size") or text.get("intermediate_size")
     return width if isinstance(width, int) else None

@@ -3,6 +3,7 @@
 
 VERL_USE_EXTERNAL_MODULES may name it too, if VERL_USE_EXTERNAL_PLUGINS disables entry points. It registers
 
+- a `run_ppo` of verl that other entry points than main_ppo call, whose command lines it rewrites;
 - the trainer `async_pipeline`, for `trainer.v1.trainer_mode=async_pipeline` without our patches;
 - the CPU platform, and what verl lacks there (used only with VERL_PLATFORM=cpu).
 
@@ -12,6 +13,7 @@ It records that it ran, for the trainer's check at startup: see `plugin_state`.
 from __future__ import annotations
 
 import os
+import sys
 from types import ModuleType
 
 from .plugin_state import set_loaded
@@ -19,10 +21,17 @@ from .plugin_state import set_loaded
 
 def load() -> None:
     """Register the CPU platform before verl selects one, and the trainer when verl can. Idempotent."""
+    from . import replaced
     from .after_import import after_import
     from .cpu_platform import register
 
     register()
+    if any("async_pipeline" in word for word in sys.argv):
+        from .hooks import rewrite_on_import
+
+        # Before hydra composes the configuration: an entry point imports verl first.
+        rewrite_on_import()
+    replaced.apply_on_import("entry points")
     after_import("verl.trainer.ppo.v1.trainer_base", register_trainer)
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         # verl registers its FSDP engines for cuda and npu only; they run on CPU as they are.

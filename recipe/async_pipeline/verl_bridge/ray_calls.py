@@ -20,8 +20,10 @@ ASK_S = 60.0
 """Timeout of a request that an actor serves from memory, normally in milliseconds."""
 
 
-def got(refs: Any, timeout_s: float, *, owner: str, what: str) -> Any:
-    """Return the result of `ray.get`. Raises WaitTimeout after `timeout_s`, and any error of the actor."""
+def got(refs: Any, timeout_s: float | None, *, owner: str, what: str) -> Any:
+    """Return the result of `ray.get`. Raises WaitTimeout after `timeout_s` (None: no limit), and any error of
+    the actor.
+    """
     try:
         return ray.get(refs, timeout=timeout_s)
     except GetTimeoutError:

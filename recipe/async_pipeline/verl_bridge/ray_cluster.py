@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf
@@ -18,25 +21,19 @@ from ray._private import services
 
 from ..config.paths import OWN
 from ..config.placement import Placement
+from ..console import echo
 from ..errors import ConfigError
+from ..observe.summary import one_line
+from ..observe.table import MARK
+from .run_config import ADDRESS, AUTO, INIT, LOCAL, VARIABLE, address_to_join
 
-INIT = "ray_kwargs.ray_init"
-ADDRESS = f"{INIT}.address"
-VARIABLE = "RAY_ADDRESS"
-LOCAL, AUTO = "local", "auto"
 OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard")
 """Arguments of `ray.init` that describe a cluster to start; most are an error when it joins one."""
 ANSWER_S = 5.0
 """Seconds for the address of a cluster to accept a connection."""
+TOO_SLOW = "timed out during startup"
+"""What Ray says if its processes have not answered after 30 s."""
 MARK_PREFIX = ".driver-"
-
-
-def address_to_join(config: DictConfig) -> str | None:
-    """Return the address of the cluster that the user asks to join, or None to start a new one."""
-    given, environment = OmegaConf.select(config, ADDRESS), os.environ.get(VARIABLE)
-    # As in Ray: the variable replaces `auto` and a missing address.
-    address = environment if environment and given in (None, AUTO) else given
-    return None if address in (None, LOCAL) else str(address)
 
 
 def choose_cluster(config: DictConfig, placement: Placement) -> tuple[dict[str, None | str], str]:
@@ -108,6 +105,26 @@ def require_devices(resource: str, needed: int) -> None:
             f"{there}; add nodes, or lower trainer.n_gpus_per_node or "
             "actor_rollout_ref.rollout.n_gpus_per_node"
         )
+
+
+def with_cause(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `ray.init` with one line about the cause above its error."""
+
+    @wraps(init)
+    def with_line(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return init(*args, **kwargs)
+        except Exception as error:
+            remedy = (
+                "the machine was too busy for it; free some cores and repeat, or start Ray first with "
+                f"`ray start --head` and set {VARIABLE}={AUTO}"
+                if TOO_SLOW in str(error)
+                else "the logs in session_latest/logs of Ray's temporary folder say more"
+            )
+            echo(f"{MARK} cause: Ray did not start: {one_line(error)}; {remedy}")
+            raise
+
+    return with_line
 
 
 def mark_run_dir(run_dir: Path) -> str:

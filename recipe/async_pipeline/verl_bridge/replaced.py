@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of verl, SGLang, vLLM or TransferQueue that is replaced at run time.
+"""Every name of verl, Ray, SGLang, vLLM or TransferQueue that is replaced at run time.
 
 A name is replaced where its package offers no setting, argument or base class; small faults of verl are
 patched (`patches/`). The process that needs a part of the table applies it:
@@ -37,6 +37,36 @@ class Replacement(NamedTuple):
 
 
 REPLACED: Mapping[str, tuple[Replacement, ...]] = {
+    # Every process that imports verl, for entry points other than main_ppo.
+    "entry points": (
+        Replacement(
+            "verl.trainer.main_ppo",
+            "run_ppo",
+            "entry_points:of_any_entry_point",
+            why="other entry points would ignore +async_pipeline=True",
+            remove_when="verl calls a plug-in with the configuration of every entry point",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.utils.config",
+            "validate_config",
+            "entry_points:without_switch",
+            why="entry points with their own run_ppo would ignore +async_pipeline=True",
+            remove_when="verl calls a plug-in with the configuration of every entry point",
+            wraps=True,
+        ),
+    ),
+    # The driver, before verl starts Ray.
+    "driver": (
+        Replacement(
+            "ray",
+            "init",
+            "ray_cluster:with_cause",
+            why="an error of Ray's start has tens of lines, of which none says what to do",
+            remove_when="Ray's errors are one line with a remedy",
+            wraps=True,
+        ),
+    ),
     # The trainer's process.
     "trainer": (
         Replacement(
@@ -337,6 +367,13 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             "rollout.sglang.cpu_stubs:WITHOUT_PINNING",
             why="it pins tensors of LoRA adapters",
             remove_when="SGLang pins tensors for an accelerator only",
+        ),
+        Replacement(
+            "sglang.srt.constrained.xgrammar_backend",
+            "XGrammarGrammar.apply_vocab_mask",
+            "rollout.sglang.cpu_stubs:apply_mask",
+            why="it refuses to mask tokens on a CPU, which XGrammar itself can do",
+            remove_when="SGLang applies grammars on a CPU",
         ),
     ),
 }

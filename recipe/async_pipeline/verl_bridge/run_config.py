@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse our two sections of verl's config: the user's knobs and the state of the run."""
+"""Parse our two sections of verl's config, the user's knobs and the state of the run, and Ray's address."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,6 +12,11 @@ from ..config.open_requests import OpenRequests
 from ..config.paths import OWN, RUNTIME, nested
 from ..config.runtime import RuntimeConfig
 from ..config.schema import AsyncPipelineConfig
+
+INIT = "ray_kwargs.ray_init"
+ADDRESS = f"{INIT}.address"
+VARIABLE = "RAY_ADDRESS"
+LOCAL, AUTO = "local", "auto"
 
 
 def knobs_of(config: DictConfig) -> AsyncPipelineConfig:
@@ -33,6 +39,14 @@ def open_requests_of(config: DictConfig) -> OpenRequests:
 def runtime_of(config: DictConfig) -> RuntimeConfig:
     """Parse the state of the run."""
     return RuntimeConfig.of(nested({RUNTIME: _plain(config, RUNTIME)}))
+
+
+def address_to_join(config: DictConfig) -> str | None:
+    """Return the address of the cluster that the user asks to join, or None to start a new one."""
+    given, environment = OmegaConf.select(config, ADDRESS), os.environ.get(VARIABLE)
+    # As in Ray: the variable replaces `auto` and a missing address.
+    address = environment if environment and given in (None, AUTO) else given
+    return None if address in (None, LOCAL) else str(address)
 
 
 class ReadOnce:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..config.adapters import publishes_adapters
 from ..config.refusals import Refusal, Settings, any_of, must_be, refuse
 from ..errors import ConfigError
-from .engine_arguments import check_argument_names
+from .engine_arguments import check_arguments
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
@@ -73,7 +73,7 @@ def check_sglang(config: DictConfig) -> None:
         name = str(key).replace("-", "_")
         if name in REPLACED and not _is_default(value):
             raise ConfigError(f"{ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED[name]}")
-    check_argument_names("sglang", arguments)
+    check_arguments("sglang", arguments)
 
     refuse(RULES, Settings(config))
 

@@ -59,9 +59,9 @@ class ResponseRecord:
         if version is not None:
             self.begin(version, self.base)
 
-    def end_attempt(self) -> None:
-        """Keep what an attempt has generated that a load has stopped."""
-        if self.part is not None:
+    def end_attempt(self, *, kept: bool = True) -> None:
+        """End an attempt that a load has stopped. `kept`: the next one continues what it has generated."""
+        if self.part is not None and kept:
             self.before.append(self.part)
         self.part = None
 

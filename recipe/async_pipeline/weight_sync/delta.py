@@ -155,9 +155,9 @@ def _coded(old: Words, new: Words, item_bytes: int) -> Sparse | Dense | Plain | 
         places = np.flatnonzero(changed)
         gaps = np.diff(places, prepend=-1) - 1
         narrow = gaps.astype(np.min_scalar_type(int(gaps.max())))
-        coded: Sparse | Dense = Sparse(count, _BYTES[narrow.dtype], _packed(narrow), _packed(changes[places]))
+        coded: Sparse | Dense = Sparse(count, _BYTES[narrow.dtype], packed(narrow), packed(changes[places]))
     else:
-        coded = Dense(_packed(changes))
+        coded = Dense(packed(changes))
     return coded if _size(coded) < len(new) else Plain(new.tobytes())
 
 
@@ -195,7 +195,8 @@ def _size(chunk: Sparse | Dense | Plain | Equal) -> int:
     return len(chunk.values) + (len(chunk.gaps) if isinstance(chunk, Sparse) else 0)
 
 
-def _packed(words: Words) -> bytes:
+def packed(words: Words) -> bytes:
+    """Return words as a chunk has them: byte planes, compressed."""
     planes = np.ascontiguousarray(words.view(np.uint8).reshape(len(words), -1).T)
     return bytes(_codec().compress(pa.py_buffer(planes), asbytes=True))
 

@@ -291,12 +291,13 @@ class Fleet:
             timer = asyncio.get_running_loop().call_at(late_at, shared.changed.notify)
         try:
             # No deadline here: each load and each restart has its own.
-            await within(shared.changed.wait(), None, owner="param_update", what=what, holder=self._hold_ups)
+            await within(shared.changed.wait(), None, owner="param_update", what=what, holder=self.hold_ups)
         finally:
             if timer is not None:
                 timer.cancel()
 
-    def _hold_ups(self) -> str:
+    def hold_ups(self) -> str:
+        """Return what each consumer does that a publication waits for, and which ones are away."""
         doing = {
             LoadPhase.PREPARING: "prepares",
             LoadPhase.PREPARED: "waits for its turn to load",

@@ -139,12 +139,12 @@ def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return the results of `work` for all items. Raises the first error, after all work has ended."""
     if len(items) < 2:
         return [work(item) for item in items]
-    futures = [_threads(os.getpid()).submit(work, item) for item in items]
+    futures = [threads_of(os.getpid()).submit(work, item) for item in items]
     wait(futures)
     return [future.result() for future in futures]
 
 
 @cache
-def _threads(pid: int) -> Executor:
+def threads_of(pid: int) -> Executor:
     """Return the threads of this process: a child has none of the threads of its parent."""
     return ThreadPoolExecutor(THREADS, thread_name_prefix="memory")

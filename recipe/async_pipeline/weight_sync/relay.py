@@ -25,8 +25,3 @@ def parent_of(hosts: Sequence[str], host: str, fan_out: int = FAN_OUT) -> str | 
         raise WeightSyncError(f"host {host} is not among the {len(hosts)} hosts of this version")
     index = hosts.index(host)
     return None if index == 0 else hosts[(index - 1) // fan_out]
-
-
-def children_of(hosts: Sequence[str], host: str, fan_out: int = FAN_OUT) -> list[str]:
-    """Return the hosts that get a version from `host`."""
-    return [other for other in hosts if parent_of(hosts, other, fan_out) == host]

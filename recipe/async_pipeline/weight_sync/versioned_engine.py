@@ -9,7 +9,8 @@ Requests in flight at a load, by policy:
 
 - `keep`: they continue with the new weights and the old keys and values;
 - `abort`: they stop and restart from their tokens, which the new weights process from the beginning; a
-  request with a seed continues with another one, which follows from its seed and the number of its tokens;
+  request with a seed continues with another one, which follows from its seed and the number of its tokens,
+  and one whose response must have a form begins again, without its tokens;
 - `drain`: the load waits for them, and new requests wait for the load.
 """
 
@@ -29,6 +30,8 @@ from ..core.token_spans import TokenSpan, pairs_of
 from .answer import Part, ResponseRecord
 from .attempt_gate import AttemptGate
 
+FORM = "structured_outputs"
+"""The sampling parameter that has the form of a response, `{"json": SCHEMA}` or `{"structural_tag": TAG}`."""
 STANDSTILL_S = 5.0
 """Deadline for pausing an engine after a failed load."""
 Request = TypeVar("Request")
@@ -110,6 +113,9 @@ class Engine(Protocol[_Request, Output]):
     def name(self, request: _Request) -> str: ...
 
     def prompt_tokens(self, request: _Request) -> int: ...
+
+    def has_form(self, request: _Request) -> bool:
+        """Return whether the engine keeps the response to a grammar, which begins with its first token."""
 
     def attempt(self, request: _Request, how: AttemptOptions) -> AsyncGenerator[Output, None]:
         """Generate the rest of a response. Ending the generator early abandons the request.
@@ -287,7 +293,7 @@ class VersionedEngine(Generic[Request, Output]):
                     # A load may have changed the version that wrote its end; only the load knows.
                     await self._settled.wait()
                     return
-                answer.end_attempt()
+                answer.end_attempt(kept=not self._engine.has_form(request))
         finally:
             del self._answers[name]
             record.spans[:] = answer.written_spans()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from argparse import ArgumentParser
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.gateway.sessions import Ask, Session, SessionLimits
+from recipe.async_pipeline.gateway.sessions import Session, SessionLimits
+from recipe.async_pipeline.gateway.turns import Ask
 from recipe.async_pipeline.lab.bench import gateway
 
 pytest.importorskip("uvicorn")
@@ -35,18 +35,15 @@ def test_512_sessions_of_5_turns(tmp_path: Path) -> None:
         assert found[name] == round(found[name], 4)
 
 
-def test_a_wrong_row_is_found() -> None:
-    async def test() -> None:
-        policy = gateway.BytePolicy()
-        session = Session(policy, SessionLimits(prompt_tokens=99, response_tokens=99))
-        assert gateway.wrong_rows(session, policy, 1) == 1
-        await session.turn(Ask([{"role": "user", "content": "q"}], []))
-        assert gateway.wrong_rows(session, policy, 1) == 0
-        assert gateway.wrong_rows(session, policy, 2) == 1
-        policy.prompts[0] = [1]
-        assert gateway.wrong_rows(session, policy, 1) == 1
-
-    asyncio.run(test())
+async def test_a_wrong_row_is_found() -> None:
+    policy = gateway.BytePolicy()
+    session = Session(policy, SessionLimits(prompt_tokens=99, response_tokens=99))
+    assert gateway.wrong_rows(session, policy, 1) == 1
+    await session.turn(Ask([{"role": "user", "content": "q"}], []))
+    assert gateway.wrong_rows(session, policy, 1) == 0
+    assert gateway.wrong_rows(session, policy, 2) == 1
+    policy.prompts[0] = [1]
+    assert gateway.wrong_rows(session, policy, 1) == 1
 
 
 @pytest.mark.parametrize("option", ["--sessions", "--turns", "--bytes"])

@@ -28,6 +28,13 @@ def test_faults_are_chosen_by_name() -> None:
         soak.kinds_of("burst,env_hung", "addition")
 
 
+def test_the_files_of_a_run_are_on_one_disk_and_it_may_save_before_it_ends(tmp_path: Path) -> None:
+    given = soak.overrides(tmp_path, "addition")
+    folders = [one.rpartition("=")[2].strip("'") for one in given if "run_dir=" in one or "local_dir=" in one]
+    assert len(folders) == 2 and all(Path(folder).parent == tmp_path / "disk" for folder in folders)
+    assert any(one.endswith("faults.notice_s=60.0") for one in given)
+
+
 def test_a_lake_has_environments_that_can_fail(tmp_path: Path) -> None:
     given = soak.overrides(tmp_path, "lake")
     assert "+task=lake" in given

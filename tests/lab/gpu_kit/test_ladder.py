@@ -63,11 +63,12 @@ def test_the_status_says_whether_the_runs_agree(
 ) -> None:
     commands = []
 
-    def train(folder: Path, *settings: str) -> None:
+    def train(folder: Path, *settings: str) -> int:
         commands.append(settings)
         pipeline = "+async_pipeline=True" in settings
         file = folder / "run" / "metrics.jsonl" if pipeline else folder / "toy" / f"{STOCK}.jsonl"
         write(file, steps_of(grad_norm=change) if pipeline else steps_of())
+        return 0
 
     monkeypatch.setattr(ladder, "train", train)
     written, folder = tmp_path / "ladder.json", tmp_path / "runs"
@@ -82,3 +83,20 @@ def test_the_status_says_whether_the_runs_agree(
     assert set(sync) & set(on_policy) >= {"--config-name", "train", "trainer.nnodes=1"}
     (loop,) = json.loads((folder / "agents.json").read_text())
     assert loop == {"name": "seeded", "_target_": ladder.LOOP}
+
+
+@pytest.mark.parametrize(("failing", "trainer"), [(1, "verl's sync trainer"), (2, "on_policy")])
+def test_a_run_that_fails_ends_the_comparison_with_one_line(
+    failing: int,
+    trainer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    statuses = iter([0] * (failing - 1) + [3])
+    monkeypatch.setattr(ladder, "train", lambda folder, *settings: next(statuses))
+    written = tmp_path / "ladder.json"
+    limits = ["--folder", str(tmp_path / "runs"), "--tolerance", "1e-6", "--json", str(written)]
+    assert main([*limits, "--", "trainer.nnodes=1"]) == 1
+    said = f"the run with {trainer} ended with status 3, so there is nothing to compare\n"
+    assert capsys.readouterr().out == said and not written.exists() and not list(statuses)

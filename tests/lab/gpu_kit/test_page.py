@@ -25,10 +25,12 @@ def test_the_counts_are_in_words() -> None:
 def test_the_page_has_figures_and_escaped_errors() -> None:
     html = report_page({"cpu": "a & b", "vllm": None}, "cuda", RESULTS)
     assert (
-        "copies: passed in 8 s" in html
+        "copies: passed after 8 s" in html
         and "commit, ms</th><td>1.23</td><td>until it &lt;serves&gt;</td>" in html
     )
-    assert "delivery: failed" in html and "&lt;CUDA error&gt;" in html and "<CUDA error>" not in html
+    assert (
+        "delivery: failed after 2 s" in html and "&lt;CUDA error&gt;" in html and "<CUDA error>" not in html
+    )
     assert "vllm is not installed" in html and "1 passed, 1 failed, 1 not run" in html
     assert "a &amp; b" in html and "vllm None" not in html
 

@@ -121,8 +121,9 @@ def test_a_step_ends_no_process_that_was_there_before(options: Options) -> None:
 
 def test_each_step_is_reported_and_one_failure_ends_no_other(options: Options) -> None:
     said: list[str] = []
+    bad = "print('begin'); print('loading'); print('x' * 999); print('OSError: no memory'); exit(1)"
     steps = [
-        step("raise SystemExit(1)", name="bad"),
+        step(bad, name="bad"),
         step(WRITES, name="absent", missing="no such device"),
         step(WRITES, name="good"),
     ]
@@ -133,8 +134,19 @@ def test_each_step_is_reported_and_one_failure_ends_no_other(options: Options) -
         ("good", PASSED),
     ]
     assert results[1].detail == "no such device"
-    assert [line.partition(":")[0] for line in said] == ["bad", "bad", "absent", "good", "good"]
-    assert "exit status 1" in said[1] and said[2] == "absent: not run: no such device"
+    ended = "exit status 1: OSError: no memory; the whole output is in"
+    assert said[1].endswith(f"{ended} {options.folder / 'bad.log'}")
+    assert [line.strip()[:9] for line in said[2:5]] == ["loading", "x" * 9, "OSError: "]
+    assert all(line.startswith("    ") and len(line) < 250 for line in said[2:5])
+    assert said[5] == "absent: not run: no such device"
+    assert [line.partition(":")[0] for line in said[6:]] == ["good", "good"]
+
+
+def test_the_engines_of_a_step_are_reported_at_once(options: Options) -> None:
+    line = engine_line("0.24.0", {"model runner": "V2 (a.Class)", "attention": "FLASH_ATTN"})
+    said: list[str] = []
+    run_steps([step(f"print('{line}'); {WRITES}")], options, report=said.append, chosen=("one",))
+    assert said[-2].startswith("one: passed after") and said[-1] == f"    {line}"
 
 
 def test_a_step_that_was_not_selected_is_in_the_report(options: Options) -> None:

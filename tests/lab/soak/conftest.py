@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from tests.fakes.soak_run import Run
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr("recipe.async_pipeline.lab.soak.job.POLL_S", 0.0)
-    return Run(tmp_path)
+    run = Run(tmp_path)
+    yield run
+    monkeypatch.undo()
+    run.kill()

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
-import random
+import signal
 import subprocess
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,24 +114,40 @@ def test_a_flood_that_cannot_run_fails(job: Run, flooded: Run, monkeypatch: pyte
         faults.flood(job)
 
 
-def test_a_flipped_bit_is_restored_unless_overwritten(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = SHM_DIR / new_name()
+@pytest.mark.parametrize("meanwhile", ["nothing", "overwritten", "removed"])
+def test_a_flipped_bit_is_restored_unless_overwritten(
+    job: Run, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """The servers are stopped until the bit is flipped, so they load it; then the byte is as it was."""
+    path, before = SHM_DIR / new_name(), bytes(range(64))
     path.touch(mode=0o600)
+    seen: list[bytes] = []
+
+    def wakes(pid: int, number: int) -> None:
+        if number == signal.SIGCONT:
+            seen.append(path.read_bytes())
+            if meanwhile == "overwritten":
+                path.write_bytes(b"\7" * 64)
+            elif meanwhile == "removed":
+                path.unlink()
+
     try:
-        path.write_bytes(bytes(range(64)))
-        pid = int(path.name.split("-")[2])
-        monkeypatch.setattr(job, "processes", lambda part="": [FoundProcess(pid, "python")])
-        assert faults._buckets(job) == [path.name]
-        flipped = faults._flip(path.name, random.Random(1).random())
-        assert flipped is not None
-        assert sum(a != b for a, b in zip(path.read_bytes(), bytes(range(64)), strict=True)) == 1
-        faults._heal(*flipped)
-        assert path.read_bytes() == bytes(range(64))
-        flipped = faults._flip(path.name, 0.5)
-        assert flipped is not None
-        path.write_bytes(b"\7" * 64)
-        faults._heal(*flipped)
-        assert path.read_bytes() == b"\7" * 64
+        path.write_bytes(before)
+        found = FoundProcess(int(path.name.split("-")[2]), "python")
+        monkeypatch.setattr(job, "processes", lambda *parts: [found])
+        monkeypatch.setattr(job, "wait_for", lambda what, seen, timeout_s: None)
+        monkeypatch.setattr(faults, "send_signal", wakes)
+        monkeypatch.setattr(faults, "CORRUPT_S", 0.0)
+        faults.corrupt_bucket(job)
+        assert sum(a != b for a, b in zip(seen[0], before, strict=True)) == 1
+        if meanwhile != "removed":
+            assert path.read_bytes() == (before if meanwhile == "nothing" else b"\7" * 64)
     finally:
-        path.unlink()
-    faults._heal(*flipped)
+        path.unlink(missing_ok=True)
+
+
+def test_a_full_disk_is_recognised_by_a_line_of_the_trainer() -> None:
+    spec = find_spec("recipe.async_pipeline")
+    assert spec is not None and spec.submodule_search_locations is not None
+    trainer = Path(spec.submodule_search_locations[0], "verl_bridge", "trainer", "checkpointing.py")
+    assert faults.NO_CHECKPOINT in trainer.read_text(encoding="utf-8")

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
+from recipe.async_pipeline.lab.soak import job as module
+from recipe.async_pipeline.lab.soak.job import SoakFailed
 from tests.fakes.soak_run import Run, record
 
 
@@ -27,8 +31,53 @@ def test_wait_for_line_waits_for_a_line_of_the_log(job: Run) -> None:
 
 def test_the_event_file_of_the_previous_process_is_not_read(job: Run) -> None:
     job.write(record("SERVED", version=7, replicas=2))
-    job._old_events = job._events.stat().st_ino
+    job.start()
     assert job.newest_version() == -1
-    job._events.rename(job.run_dir / "events.1.jsonl")
+    (job.run_dir / "events.jsonl").rename(job.run_dir / "events.1.jsonl")
     job.write(record("SERVED", version=5, replicas=2))
     assert job.newest_version() == 5
+
+
+def test_the_output_is_read_until_its_reader_ends(job: Run) -> None:
+    """Also the output of the next process."""
+    job.script = "echo one; exec sleep 1000"
+    job.start()
+    job.wait_for_line("one", 60.0, since=0)
+    job.end(signal.SIGTERM)
+    echoes = "while echo two; do sleep 0.01; done 2>/dev/null"
+    job.script = f"trap '' PIPE; {echoes}; echo blind > blind; exec sleep 1000"
+    job.start()
+    job.wait_for_line("two", 60.0, since=0)
+    assert job.log.read_text().startswith("one\ntwo\n")
+    job.close_output()
+    while not (job.folder / "blind").exists():
+        assert job.processes()
+    job.kill()
+    assert job.processes() == []
+
+
+def test_an_end_that_leaves_a_process_fails(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEFT_S", 0.0)
+    job.script = "setsid sleep 1000 & trap 'exit 1' TERM; echo ready; while true; do sleep 0.01; done"
+    job.start()
+    job.wait_for_line("ready", 60.0, since=0)
+    with pytest.raises(SoakFailed, match="is left after the end of the run: sleep 1000"):
+        job.end(signal.SIGTERM)
+
+
+def test_a_second_launch_that_does_not_end_fails(job: Run) -> None:
+    job.script = "echo refused; exit 2"
+    ended = job.run_again(60.0)
+    assert (ended.returncode, ended.stdout) == (2, "refused\n")
+    job.script = "exec sleep 1000"
+    with pytest.raises(SoakFailed, match="did not end within 0.01 s"):
+        job.run_again(0.01)
+
+
+def test_the_newest_complete_checkpoint_counts(job: Run) -> None:
+    assert job.newest_checkpoint() == 0
+    for step in (9, 10, 11):
+        (job.checkpoints / f"global_step_{step}").mkdir(parents=True)
+    (job.checkpoints / "global_step_9" / "manifest.json").touch()
+    (job.checkpoints / "global_step_10" / "manifest.json").touch()
+    assert job.newest_checkpoint() == 10

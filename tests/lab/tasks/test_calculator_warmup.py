@@ -10,9 +10,9 @@ import pytest
 from recipe.async_pipeline.lab.tasks import calculator_warmup
 from recipe.async_pipeline.lab.tasks.calculator import CalculatorTask, Demonstration
 from recipe.async_pipeline.lab.tasks.calculator_warmup import (
+    CalculatorWarmup,
     encode_demonstration,
     sampled_right,
-    warm_up_with_calculator,
 )
 from recipe.async_pipeline.lab.tasks.model import ModelSpec, make_model
 from recipe.async_pipeline.lab.tasks.task import Problem
@@ -59,5 +59,5 @@ def test_a_model_is_warmed_up(tokenizer: Any) -> None:
         taught_accuracy=0.0, num_slip_steps=1, max_slip_steps=1, batch_size=2, check_every=1, min_accuracy=0.0
     )
     task, said = CalculatorTask(num_train=6, num_val=4), list[str]()
-    right = warm_up_with_calculator(model, tokenizer, task, spec, seed=0, report=said.append)
+    right = CalculatorWarmup(task, model, tokenizer, spec, seed=0, report=said.append).run()
     assert 0.0 <= right <= 1.0 and said

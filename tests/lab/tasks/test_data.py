@@ -10,7 +10,7 @@ import pytest
 from recipe.async_pipeline.lab.tasks.data import DATA_SOURCE, make_row, write_parquet
 from recipe.async_pipeline.lab.tasks.task import Problem, TaskSpec, split_problems
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer, prompt_ids
-from recipe.async_pipeline.lab.tasks.warmup import encode_example
+from recipe.async_pipeline.lab.tasks.warmup import IGNORED, encode_example
 
 PROBLEMS = split_problems(TaskSpec(max_operand=14, num_val=3), seed=0).train
 
@@ -50,5 +50,6 @@ def test_prompt_ids_of_data_and_warm_up_are_equal(tmp_path: Path) -> None:
     for problem, row in zip(
         PROBLEMS, parquet.read_table(tmp_path / "train.parquet").to_pylist(), strict=True
     ):
-        example = encode_example(tokenizer, problem, problem.answer)
-        assert tuple(prompt_ids(tokenizer, row["prompt"])) == example.prompt
+        ids, labels = encode_example(tokenizer, problem, problem.answer)
+        prompt = prompt_ids(tokenizer, row["prompt"])
+        assert ids[: len(prompt)] == prompt and labels[: len(prompt)] == [IGNORED] * len(prompt)

@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_pipeline.errors import WarmupFailed
 from recipe.async_pipeline.lab.tasks.lake import LakeTask, Shown, Teacher
-from recipe.async_pipeline.lab.tasks.lake_warmup import encode_shown, sampled_success, warm_up_on_lake
+from recipe.async_pipeline.lab.tasks.lake_warmup import LakeWarmup, encode_shown, sampled_success
 from recipe.async_pipeline.lab.tasks.model import ModelSpec, make_model
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.lab.tasks.warmup import IGNORED, WarmupSpec
@@ -82,8 +82,8 @@ def test_the_two_phases_run_on_boards(tokenizer: Any) -> None:
         taught_accuracy=0.0, num_slip_steps=1, max_slip_steps=1, batch_size=4, check_every=1, min_accuracy=0.0
     )
     said: list[str] = []
-    success = warm_up_on_lake(model, tokenizer, TASK, short, seed=0, report=said.append)
+    success = LakeWarmup(TASK, model, tokenizer, short, seed=0, report=said.append).run()
     assert 0.0 <= success <= 1.0 and said[0].startswith("warm-up 1 of 2, supervised: 1 steps, success")
     unreachable = WarmupSpec(taught_accuracy=1.0, max_taught_steps=1, batch_size=4, check_every=1)
     with pytest.raises(WarmupFailed, match="after 1 steps"):
-        warm_up_on_lake(model, tokenizer, TASK, unreachable, seed=0, report=said.append)
+        LakeWarmup(TASK, model, tokenizer, unreachable, seed=0, report=said.append).run()

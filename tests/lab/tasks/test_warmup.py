@@ -12,16 +12,16 @@ from recipe.async_pipeline.lab.tasks import warmup
 from recipe.async_pipeline.lab.tasks.model import ModelSpec, make_model
 from recipe.async_pipeline.lab.tasks.task import Problem, TaskSpec, split_problems
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
-from recipe.async_pipeline.lab.tasks.warmup import Example, WarmupSpec, collate, sampled_accuracy, warm_up
+from recipe.async_pipeline.lab.tasks.warmup import (
+    Addition,
+    WarmupSpec,
+    collate,
+    encode_example,
+    sampled_accuracy,
+)
 
 SPLIT = split_problems(TaskSpec(max_operand=13, num_val=4), seed=0)
 SHORT = {"num_slip_steps": 1, "batch_size": 4, "check_every": 1, "num_checked": 4}
-
-
-def test_only_answers_are_labelled() -> None:
-    ids, labels = collate([Example((1, 2), (3, 9)), Example((1, 2), (3, 4, 9))], pad_id=0)
-    assert ids == [[1, 2, 3, 9, 0], [1, 2, 3, 4, 9]]
-    assert labels == [[-100, -100, 3, 9, -100], [-100, -100, 3, 4, 9]]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,14 @@ def tokenizer() -> Any:
     return make_tokenizer()
 
 
+def test_only_answers_are_labelled(tokenizer: Any) -> None:
+    short, long = (encode_example(tokenizer, Problem(1, 2), answer) for answer in ("3", "345"))
+    ids, labels = collate([short, long], pad_id=0)
+    assert ids == [[*short[0], 0, 0], long[0]]
+    assert labels == [[-100] * 4 + [*short[0][4:], -100, -100], [-100] * 4 + long[0][4:]]
+    assert tokenizer.decode(long[0]) == "1+2=345<|im_end|>"
+
+
 @pytest.fixture
 def model(tokenizer: Any) -> Any:
     return make_model(ModelSpec(num_layers=1, hidden_size=32, intermediate_size=32), tokenizer, seed=0)
@@ -48,14 +56,14 @@ def model(tokenizer: Any) -> Any:
 def test_a_policy_that_does_not_learn_in_time_is_an_error(tokenizer: Any, model: Any) -> None:
     spec = WarmupSpec(taught_accuracy=1.0, max_taught_steps=2, **SHORT)
     with pytest.raises(WarmupFailed, match="after 2 steps"):
-        warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lambda _: None)
+        Addition(SPLIT, model, tokenizer, spec, seed=0, report=lambda _: None).run()
 
 
 @pytest.mark.real_engine
 def test_a_policy_ruined_by_the_second_phase_is_an_error(tokenizer: Any, model: Any) -> None:
     spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=1.0, max_slip_steps=2, **SHORT)
     with pytest.raises(WarmupFailed, match="needs 1.0 to start"):
-        warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lambda _: None)
+        Addition(SPLIT, model, tokenizer, spec, seed=0, report=lambda _: None).run()
 
 
 @pytest.mark.real_engine
@@ -66,7 +74,7 @@ def test_the_second_phase_continues_while_the_policy_is_too_weak(
     monkeypatch.setattr(warmup, "sampled_accuracy", lambda *_: next(measured))
     lines: list[str] = []
     spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=0.1, **SHORT)
-    assert warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lines.append) == 0.5
+    assert Addition(SPLIT, model, tokenizer, spec, seed=0, report=lines.append).run() == 0.5
     assert lines[1:] == [
         f"warm-up 2 of 2, on answers with errors: {step} steps, success 0.00; RL needs 0.10"
         for step in (1, 2)
@@ -84,7 +92,7 @@ def test_warm_up_trains_reports_and_restores_torchs_state(tokenizer: Any, model:
     before = model.lm_head.weight.clone()
     lines: list[str] = []
     spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=0.0, num_threads=threads + 1, **SHORT)
-    accuracy = warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lines.append)
+    accuracy = Addition(SPLIT, model, tokenizer, spec, seed=0, report=lines.append).run()
     assert accuracy == 0.0
     assert lines == ["warm-up 1 of 2, supervised: 1 steps, success 0.00; ends at 0.00"]
     assert not torch.equal(model.lm_head.weight, before)

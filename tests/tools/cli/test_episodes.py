@@ -10,7 +10,7 @@ import pytest
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.observe.agent_output import KeptOutput
 from recipe.async_pipeline.tools.cli.episodes import OTHER_OUTPUTS, in_words
-from recipe.async_pipeline.tools.report.episodes import EpisodeRecord, EpisodesRead
+from recipe.async_pipeline.tools.report.episodes import EpisodeRecord, EpisodesRead, TextPart
 from tests.fakes.ledgers import whole, write
 
 
@@ -26,12 +26,19 @@ EPISODES = EpisodesRead(
             "a",
             1.0,
             prompt="P.\n..>",
-            parts=((True, "R"), (False, "\n#..G>\n"), (True, "")),
+            parts=(TextPart(True, "R"), TextPart(False, "\n#..G>\n"), TextPart(True, "")),
             versions=(2, 2),
             turns=2,
             place={"index": 7, "seed": 3},
         ),
-        episode("b", 0.0, end="invalid", attempts=2, prompt="p", parts=((True, "x"),)),
+        episode(
+            "b",
+            0.0,
+            end="invalid",
+            attempts=2,
+            prompt="p",
+            parts=(TextPart(True, "x", 1), TextPart(True, "y", 2)),
+        ),
         episode("c", None),
     ),
 )
@@ -46,7 +53,7 @@ def test_the_worst_come_first() -> None:
         "",
         "b  reward 0.0  end invalid, attempt 2  1 turn  9 tokens  versions 1 to 2",
         "  > p",
-        "  < x",
+        "  < xy",
         "",
         "a  prompt 7  seed 3  reward 1.0  end done  2 turns  9 tokens  version 2",
         "  > P.",
@@ -84,6 +91,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "step 2: 4 episodes" in out and out.count("tokens  ") == 1
     assert "set trainer.rollout_data_dir to have it" in out
     assert main.main(["episodes", str(tmp_path / "nothing")]) == 2
+
+
+def test_the_page_is_in_the_run_directory_or_in_the_given_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "ledger.jsonl", [*whole()])
+    other = tmp_path / "made" / "page.html"
+    assert main.main(["episodes", str(tmp_path), "--html"]) == 0
+    assert main.main(["episodes", str(tmp_path), "--html", str(other), "--step", "2", "--worst", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote {path}" for path in (tmp_path / "episodes.html", other)
+    ]
+    assert "Episodes of step 4" in (tmp_path / "episodes.html").read_text()
+    assert "3 episodes with higher rewards are left out" in other.read_text()
 
 
 def test_the_output_of_failed_attempts_is_named(tmp_path: Path) -> None:

@@ -33,6 +33,22 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: fl
     assert machine.check_shared_memory(tmp_path / "none").verdict == "warn"
 
 
+def test_what_a_run_needs_has_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    rows = {row.subject: row for row in machine.examine_machine()}
+    assert rows["home"].verdict == "fail" and "must be a writable folder" in rows["home"].detail
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = {row.subject: row for row in machine.examine_machine()}
+    assert rows["home"].verdict == "ok"
+    assert {"user", "host name", "temporary folder", "open files", "shared memory"} <= rows.keys()
+
+
+def test_whether_agents_have_a_sandbox() -> None:
+    assert machine.check_sandbox("").verdict == "ok"
+    found = machine.check_sandbox("unshare: Operation not permitted")
+    assert found.verdict == "warn" and "unshare" in found.detail and "docs/agents.md" in found.remedy
+
+
 def test_a_taken_port_is_a_warning() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -47,11 +63,12 @@ def test_flash_attention_matters_on_gpus_only() -> None:
     def version_of(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    assert machine.check_flash_attention(0, version_of) == ()
-    (missing,) = machine.check_flash_attention(8, version_of)
+    unneeded = machine.check_flash_attention(0, version_of)
+    assert (unneeded.verdict, unneeded.detail) == ("ok", "not needed: it runs on GPUs only")
+    missing = machine.check_flash_attention(8, version_of)
     assert missing.verdict == "warn" and "trains with sdpa" in missing.detail
     assert "attn_implementation" in missing.remedy
-    (found,) = machine.check_flash_attention(1, lambda name: "2.8.3")
+    found = machine.check_flash_attention(1, lambda name: "2.8.3")
     assert (found.verdict, found.detail) == ("ok", "flash-attn 2.8.3")
 
 

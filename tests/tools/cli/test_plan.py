@@ -8,6 +8,7 @@ import json
 import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from recipe.async_pipeline.cli import main
@@ -43,7 +44,8 @@ def test_json_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert list(facts) == ["recommendation", "predicted", "alternatives", "verdict", "why", "explanation"]
     assert facts["verdict"] == "async"
-    assert set(facts["recommendation"]) == {"strategy", "max_lag", "depth", "shape", "pools", "groups"}
+    keys = {"strategy", "max_lag", "depth", "shape", "pools", "idle_devices", "groups"}
+    assert set(facts["recommendation"]) == keys
     low, high = facts["predicted"]["interval"]
     assert low <= facts["predicted"]["speedup_vs_sync"] <= high
     assert facts["predicted"]["lag"]["max"] <= 2
@@ -84,16 +86,21 @@ def test_without_lag_the_reason_is_the_lag(path: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.real_engine
-def test_applied_overrides_are_accepted_by_explain(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(planned(path, "--apply")) == 0
+@pytest.mark.parametrize(("devices", "replica"), [(16, 1), (25, 16)])
+def test_applied_overrides_are_accepted_by_explain(
+    tmp_path: Path, devices: int, replica: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 25 devices, a replica takes two nodes, and one device stays idle."""
+    file = tmp_path / "p.yaml"
+    file.write_text(dump(msgspec.structs.replace(LONG_TAIL, devices_per_replica=replica)))
+    assert main.main(planned(str(file), "--devices", f"{devices}", "--apply")) == 0
     printed = capsys.readouterr().out
     assert not printed.rstrip().endswith("\\")
     overrides = shlex.split(printed.replace("\\\n", " "))
     own = [
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.model.path=/nowhere",
-        "+ray_kwargs.ray_init.num_gpus=16",
+        f"+ray_kwargs.ray_init.num_gpus={devices}",
     ]
     assert (
         main.main(
@@ -117,6 +124,11 @@ def test_applied_overrides_are_accepted_by_explain(path: str, capsys: pytest.Cap
         (["--seeds", "2"], "--seeds must be >= 3"),
         (["--max-lag", "-1"], "--max-lag must be >= 0"),
         (["--seed", "-1"], "--seed must be >= 0"),
+        (["--seeds", "11"], "--seeds must be at most 10"),
+        (["--max-lag", "1001"], "--max-lag must be at most 1000"),
+        (["--devices", "1000000"], "--devices must be at most 65536"),
+        (["--devices", "65536"], "12582912 turns of responses, 12 steps (max_lag 2) of 1048576, but at most"),
+        (["--profile", "."], "is a directory; make a profile of a run with async-pipeline profile"),
     ],
 )
 def test_a_user_error_is_one_line(
@@ -133,7 +145,7 @@ def test_progress_is_also_shown_without_a_terminal(capsys: pytest.CaptureFixture
     assert said[0].endswith(" candidates for 4 devices") and said[1].startswith("simulating candidate 1 of ")
     assert said[-2].startswith("simulating ") and "finalists" in said[-2] and said[-1] == ""
     for text in said:
-        plan._progress(text)
+        plan.show_progress(text)
     assert capsys.readouterr().err.splitlines() == said[:-1]
 
 

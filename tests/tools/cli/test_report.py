@@ -16,7 +16,7 @@ import pytest
 
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
-from recipe.async_pipeline.observe.wording import percent
+from recipe.async_pipeline.observe.wording import map_coverage, percent
 from recipe.async_pipeline.tools.report.data import data_of
 from recipe.async_pipeline.tools.report.page import figures_of
 from recipe.async_pipeline.tools.report.run_reader import read_run
@@ -90,7 +90,26 @@ def test_json_has_the_ratios_of_the_page(folder: Path, capsys: pytest.CaptureFix
     assert found["bubble_ratio"] != round(data.accounting.bubble_ratio, 4)
     assert found["bubble_ratio"] == round(data.typical.bubble_ratio, 4)
     assert found["overlap_efficiency"] == round(data.typical.overlap_efficiency, 4)
-    assert figures_of(data)["Devices idle"][0] == percent(found["bubble_ratio"])
+    assert figures_of(data)["Devices idle"].text == percent(found["bubble_ratio"])
+
+
+def test_the_share_that_the_engine_explains_is_in_text_and_json(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The smallest of the run; a run without one has null."""
+    assert main(["report", str(folder), "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["explained_share"] is None
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    done = [event for event in events if event.get("event") == "SERVED" and "load_s" in event]
+    done[0] |= {"explained_share": 0.75, "unexplained": "head.weight"}
+    done[1] |= {"explained_share": 1.0}
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert main(["report", str(run)]) == EXIT_OK
+    assert f"  {map_coverage(0.75, 'head.weight')}\n" in capsys.readouterr().out
+    assert main(["report", str(run), "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["explained_share"] == 0.75
 
 
 def test_a_user_error_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

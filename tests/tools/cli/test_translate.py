@@ -42,14 +42,20 @@ def test_an_unknown_key_gives_status_1(tmp_path: Path, capsys: pytest.CaptureFix
     assert err == "async-pipeline translate: 1 of 2 keys are unknown: warp_factor\n"
 
 
+def test_inputs_may_follow_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("max_steps: 3\n")
+    assert main.main(["translate", "roll", str(file), "--overrides", "max_steps=7"]) == 0
+    assert "trainer.total_training_steps=7" in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("- 1\n", "must be a mapping of keys"),
-        ("a: ${nowhere}\n", "replace the interpolation by its value"),
         ("a: [1\n", "cannot be read"),
-        ("", "must have keys, got an empty file"),
-        ("# nothing\n", "must have keys, got an empty file"),
+        ("", "must have keys, got none"),
+        ("# nothing\n", "must have keys, got none"),
     ],
 )
 def test_a_file_that_cannot_be_used_gives_status_2(
@@ -61,3 +67,39 @@ def test_a_file_that_cannot_be_used_gives_status_2(
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
     assert main.main(["translate", "rllm", str(tmp_path / "none.yaml")]) == 2
+
+
+def test_overrides_change_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["translate", "roll", str(ROLL), "rollout_batch_size=32", "--overrides"]) == 0
+    assert "data.train_batch_size=32" in capsys.readouterr().out.splitlines()
+    assert main.main(["translate", "roll", "max_steps=7", "--overrides"]) == 0
+    assert "trainer.total_training_steps=7" in capsys.readouterr().out.splitlines()
+
+
+def test_several_files_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["translate", "roll", "a.yaml", "b.yaml"]) == 2
+    assert "one FILE is translated, got a.yaml, b.yaml" in capsys.readouterr().err
+
+
+def test_what_is_not_composed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("exp_name: ${nowhere}\nmax_steps: 3\n")
+    assert main.main(["translate", "roll", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "not composed:\n  exp_name=${nowhere}: Interpolation key 'nowhere' not found" in out
+    assert main.main(["translate", "roll", str(file), "--overrides"]) == 0
+    out, err = capsys.readouterr()
+    assert "trainer.total_training_steps=3" in out and "not composed: exp_name" in err
+    assert main.main(["translate", "roll", str(file), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["not_composed"]) == 1
+
+
+def test_a_value_that_is_wrong_gives_status_1_and_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("rollout_batch_size: -1\nmax_steps: 3\n")
+    assert main.main(["translate", "roll", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "trainer.total_training_steps=3" in out
+    assert "1 of 2 keys are unsupported: rollout_batch_size" in out

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
+from recipe.async_pipeline.tools.plan.candidates import candidates_of
 from recipe.async_pipeline.tools.plan.distribution import Lognormal
-from recipe.async_pipeline.tools.plan.explanation import explained, load_of
+from recipe.async_pipeline.tools.plan.explanation import explained, idle_reason, load_of
 from recipe.async_pipeline.tools.plan.profile import Answers, Batch, Decode
 from recipe.async_pipeline.tools.plan.search import SearchResult, plan
 from tests.tools.plan.workloads import LONG_TAIL, TRAINING, profile, setting
@@ -69,3 +71,44 @@ def test_a_synchronous_plan_says_who_has_the_memory() -> None:
     assert lines[0].startswith("lag: none")
     assert "release its memory" in lines[1]
     assert "all 16 devices" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("replica", "devices", "groups", "pools", "why"),
+    [
+        (
+            16,
+            25,
+            64,
+            (8, 16),
+            "train takes whole nodes of 8; generate grows by 16, whole replicas of 16 on whole",
+        ),
+        (
+            4,
+            11,
+            8,
+            (4, 4),
+            "no train of 5 to 7 devices divides a batch of 64 samples; generate grows by whole",
+        ),
+        (8, 14, 2, (4, 8), "no train of 5 to 6 devices divides a batch of 16 samples; generate grows by 8"),
+        (
+            3,
+            25,
+            4,
+            (16, 6),
+            "train takes whole nodes of 8; generate stays within a node of 8, which replicas of 3",
+        ),
+    ],
+)
+def test_idle_devices_have_the_reason(
+    replica: int, devices: int, groups: int, pools: tuple[int, int], why: str
+) -> None:
+    of = msgspec.structs.replace(
+        LONG_TAIL, devices_per_replica=replica, batch=Batch(groups=groups, answers=8)
+    )
+    candidate = next(
+        found
+        for found in candidates_of(of, devices, 0, 1)
+        if tuple(pool.devices for pool in found.setting.placement.pools) == pools
+    )
+    assert f"idle, because {why}" in " ".join(idle_reason(candidate))

@@ -16,6 +16,8 @@ from recipe.async_pipeline.tools.plan.draws import AnswerCost
 from recipe.async_pipeline.tools.plan.profile import Decode
 from recipe.async_pipeline.tools.plan.replica_pool import ReplicaPool
 
+pytestmark = pytest.mark.virtual_time
+
 SLOWER = Decode(concurrency=(1, 2, 4), token_s=(1.0, 1.5, 2.0), slots=4)
 
 
@@ -122,61 +124,49 @@ def test_without_a_replica_requests_wait_for_one() -> None:
     ) == pytest.approx([9.5, 9.5])
 
 
-def test_a_cancelled_group_frees_its_engine() -> None:
-    async def run() -> float:
-        pool = ReplicaPool(1, Decode(concurrency=(1, 2), token_s=(1.0, 2.0), slots=2))
-        given_up = asyncio.create_task(pool.answer([cost(100), cost(100, reward_s=5.0)]))
-        await asyncio.sleep(1.0)
-        queued = asyncio.create_task(pool.answer([cost(4)]))
-        await asyncio.sleep(1.0)
-        given_up.cancel()
-        await queued
-        assert pool.replicas[0].open == pool.replicas[0].running == 0
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(run()) == pytest.approx(6.0)
+async def test_a_cancelled_group_frees_its_engine() -> None:
+    pool = ReplicaPool(1, Decode(concurrency=(1, 2), token_s=(1.0, 2.0), slots=2))
+    given_up = asyncio.create_task(pool.answer([cost(100), cost(100, reward_s=5.0)]))
+    await asyncio.sleep(1.0)
+    queued = asyncio.create_task(pool.answer([cost(4)]))
+    await asyncio.sleep(1.0)
+    given_up.cancel()
+    await queued
+    assert pool.replicas[0].open == pool.replicas[0].running == 0
+    assert asyncio.get_running_loop().time() == pytest.approx(6.0)
 
 
-def test_versions_are_recorded_at_the_first_and_last_token() -> None:
-    async def run() -> Any:
-        pool = ReplicaPool(1, SLOWER)
-        pool.replicas[0].version = 3
-        task = asyncio.create_task(pool.answer([cost(4)]))
-        await asyncio.sleep(1.0)
-        pool.serve(pool.replicas[0], 5)
-        return await task
-
-    assert run_virtual(run()) == [(3, 5, ((3, 0), (5, 1)))]
+async def test_versions_are_recorded_at_the_first_and_last_token() -> None:
+    pool = ReplicaPool(1, SLOWER)
+    pool.replicas[0].version = 3
+    task = asyncio.create_task(pool.answer([cost(4)]))
+    await asyncio.sleep(1.0)
+    pool.serve(pool.replicas[0], 5)
+    assert await task == [(3, 5, ((3, 0), (5, 1)))]
 
 
-def test_what_a_dead_replica_wrote_of_a_turn_has_no_version() -> None:
-    async def run() -> Any:
-        pool = ReplicaPool(2, SLOWER)
-        pool.replicas[0].version, pool.replicas[1].version = 3, 4
-        task = asyncio.create_task(pool.answer([cost(4, turns=2)]))
-        await asyncio.sleep(6.0)
-        pool.serve(pool.replicas[0], 5)
-        pool.fail(pool.replicas[0])
-        (served,) = await task
-        return served.spans
-
-    assert run_virtual(run()) == ((3, 0), (4, 4)), "the second turn began again on the other replica"
+async def test_what_a_dead_replica_wrote_of_a_turn_has_no_version() -> None:
+    pool = ReplicaPool(2, SLOWER)
+    pool.replicas[0].version, pool.replicas[1].version = 3, 4
+    task = asyncio.create_task(pool.answer([cost(4, turns=2)]))
+    await asyncio.sleep(6.0)
+    pool.serve(pool.replicas[0], 5)
+    pool.fail(pool.replicas[0])
+    (served,) = await task
+    assert served.spans == ((3, 0), (4, 4)), "the second turn began again on the other replica"
 
 
-def test_open_seconds_count_the_time_with_a_request() -> None:
-    async def run() -> list[float]:
-        pool = ReplicaPool(1, SLOWER)
-        await asyncio.sleep(2.0)
-        await pool.answer([cost(3)])
-        await asyncio.sleep(2.0)
-        first = pool.take_open_s(pool.replicas[0])
-        task = asyncio.create_task(pool.answer([cost(3)]))
-        await asyncio.sleep(1.0)
-        second = pool.take_open_s(pool.replicas[0])
-        await task
-        return [first, second, pool.take_open_s(pool.replicas[0])]
-
-    assert run_virtual(run()) == pytest.approx([3.0, 1.0, 2.0])
+async def test_open_seconds_count_the_time_with_a_request() -> None:
+    pool = ReplicaPool(1, SLOWER)
+    await asyncio.sleep(2.0)
+    await pool.answer([cost(3)])
+    await asyncio.sleep(2.0)
+    first = pool.take_open_s(pool.replicas[0])
+    task = asyncio.create_task(pool.answer([cost(3)]))
+    await asyncio.sleep(1.0)
+    second = pool.take_open_s(pool.replicas[0])
+    await task
+    assert [first, second, pool.take_open_s(pool.replicas[0])] == pytest.approx([3.0, 1.0, 2.0])
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 30)), min_size=1, max_size=12))

@@ -14,7 +14,14 @@ from recipe.async_pipeline.tools.plan import candidates, search
 from recipe.async_pipeline.tools.plan.candidates import candidates_of
 from recipe.async_pipeline.tools.plan.layout import groups_of, knobs_of, placement_of, pools_of
 from recipe.async_pipeline.tools.plan.profile import Batch, Profile, load
-from recipe.async_pipeline.tools.plan.search import SearchResult, judge, overrides, plan, synchronous
+from recipe.async_pipeline.tools.plan.search import (
+    SearchResult,
+    judge,
+    limit_in_words,
+    overrides,
+    plan,
+    synchronous,
+)
 from recipe.async_pipeline.tools.plan.simulation import SimulatedRun, TooSlow, simulate
 from recipe.async_pipeline.tools.plan.trainer import Setting
 from tests.tools.plan.workloads import LONG_TAIL, TRAINING
@@ -178,6 +185,19 @@ def test_devices_without_a_possible_split_are_refused() -> None:
         plan(of, 4)
 
 
+@pytest.mark.parametrize("devices", [13, 256])
+def test_replicas_that_no_nodes_hold_are_refused(devices: int) -> None:
+    """128 + 120 devices would divide the samples evenly, so the batch is not the reason."""
+    batch = Batch(groups=64, answers=16)
+    of = msgspec.structs.replace(LONG_TAIL, batch=batch, devices_per_replica=12, devices_per_node=8)
+    why = (
+        "^devices_per_replica of the profile must be a multiple of the 8 rollout devices of a node if a "
+        "replica takes several nodes, got 12; set it to 8 or 16$"
+    )
+    with pytest.raises(ConfigError, match=why):
+        plan(of, devices)
+
+
 def test_replicas_of_two_nodes_are_planned() -> None:
     batch = Batch(groups=64, answers=16)
     of = msgspec.structs.replace(LONG_TAIL, batch=batch, devices_per_replica=16, devices_per_node=8)
@@ -189,30 +209,15 @@ def test_replicas_of_two_nodes_are_planned() -> None:
     assert all(generate % 16 == 0 for _, generate in splits)
 
 
-@pytest.mark.parametrize(
-    ("batch", "replica", "why"),
-    [
-        # 128 + 120 devices would divide 64 x 16 samples evenly, so the batch is not the reason.
-        (
-            Batch(groups=64, answers=16),
-            12,
-            "devices_per_replica of the profile must be a multiple of the 8 rollout devices of a node if a "
-            "replica takes several nodes, got 12; set it to 8 or 16",
-        ),
-        (
-            Batch(groups=61, answers=1),
-            8,
-            "batch.groups x batch.answers of the profile, 61 samples, must be divisible by the 160 devices "
-            "of pool train",
-        ),
-    ],
-)
-def test_a_plan_without_a_layout_has_the_reason(batch: Batch, replica: int, why: str) -> None:
-    of = msgspec.structs.replace(LONG_TAIL, batch=batch, devices_per_replica=replica, devices_per_node=8)
+def test_a_plan_without_a_layout_has_the_reason() -> None:
+    batch = Batch(groups=61, answers=1)
+    of = msgspec.structs.replace(LONG_TAIL, batch=batch, devices_per_replica=8, devices_per_node=8)
     with pytest.raises(ConfigError) as error:
         plan(of, 256)
     assert "layouts fail like this one: train 1" in str(error.value)
-    assert why in str(error.value)
+    assert "batch.groups x batch.answers of the profile, 61 samples, must be divisible by the " in str(
+        error.value
+    )
     assert "\n" not in str(error.value)
 
 
@@ -225,3 +230,8 @@ def test_overrides_express_the_whole_plan(long_tail: SearchResult) -> None:
         for line in lines
     )
     assert f"data.train_batch_size={found.candidate.setting.groups}" in lines
+
+
+def test_the_limit_of_a_pool_names_the_pool() -> None:
+    assert limit_in_words("logp") == "the devices of pool logp"
+    assert limit_in_words("train") == "the training devices"

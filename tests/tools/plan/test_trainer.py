@@ -18,6 +18,7 @@ from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.core.staleness import Versions
 from recipe.async_pipeline.tools.plan.profile import Stage, Stages, Sync, Validation
 from recipe.async_pipeline.tools.plan.trainer import Setting, SimulatedTrainer
+from tests.fakes.queue_order import order_of
 from tests.tools.plan.workloads import profile, setting
 
 
@@ -50,9 +51,10 @@ def test_the_gather_is_on_the_training_devices_and_rollout_is_separate() -> None
 
 @pytest.mark.parametrize(("strategy", "order"), [("n_step_ahead", "drawn"), ("fully_async", "finished")])
 def test_the_queue_is_set_as_the_strategy_says(strategy: str, order: str) -> None:
-    queue = trainer(setting(profile(), strategy, max_lag=3, depth=2)).schedule.queue(Versions())
+    versions = Versions()
+    queue = trainer(setting(profile(), strategy, max_lag=3, depth=2)).schedule.queue(versions)
     assert (queue.depth, queue.max_lag) == (2, 3)
-    assert queue._groups._order == order
+    assert order_of(queue, versions) == order
 
 
 def test_weight_updates_follow_sync_every_and_validation() -> None:
@@ -85,8 +87,9 @@ def test_a_custom_strategy_is_simulated_as_it_runs() -> None:
     one = trainer(of).schedule
     assert isinstance(one, EveryThird)
     assert [v for v in range(1, 10) if one.publishes(v)] == [3, 6, 9]
-    queue = one.queue(Versions())
-    assert (queue.depth, queue._groups._order) == (1, "finished")
+    versions = Versions()
+    queue = one.queue(versions)
+    assert (queue.depth, order_of(queue, versions)) == (1, "finished")
 
 
 class EveryThird(Schedule):

@@ -6,6 +6,10 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
+from markupsafe import Markup
+
+from recipe.async_pipeline.tools.report.html_page import TEMPLATES, page
+
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 SELF_CLOSING = {"rect", "path"}
 
@@ -71,3 +75,10 @@ def check(html: str) -> Page:
         assert attrs.get("aria-hidden") == "true", "each figure has a text description"
     assert html.count("<figure") == html.count("<figcaption>")
     return page
+
+
+def page_of(body: Markup) -> str:
+    """Return a page with one section."""
+    heading = Markup("<h1>run</h1>")
+    section = Markup('<section aria-labelledby="part"><h2 id="part">part</h2>{}</section>').format(body)
+    return page(f"{TEMPLATES}/base.html", title="run", body=heading + section)

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from recipe.async_pipeline.tools.report.episode_charts import episodes
 from recipe.async_pipeline.tools.report.episode_figures import EpisodeFigures
-from recipe.async_pipeline.tools.report.html_page import page
-from recipe.async_pipeline.tools.report.page import section
 from recipe.async_pipeline.tools.report.series import Series
-from tests.tools.report.pages import check
+from tests.tools.report.pages import check, page_of
 
 
 def test_without_episodes_there_is_no_section() -> None:
@@ -26,7 +24,7 @@ def test_success_turns_and_ends_are_shown() -> None:
         ends={"done": 6, "redundant": 2},
         again=3,
     )
-    shown = check(page("run", "<h1>run</h1>" + section("episodes", "Episodes", episodes(found))))
+    shown = check(page_of(episodes(found)))
     assert {"done: 6", "redundant: 2", "3 failed attempts were repeated."} <= {
         one.strip() for one in shown.texts
     }

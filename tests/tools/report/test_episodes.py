@@ -76,16 +76,17 @@ def test_who_wrote_which_part_is_read(tmp_path: Path) -> None:
         for one in record["trajectories"] if record["kind"] == "finished" else ():
             if one["key"] == keys[0]:
                 one["turns"] = 2
-    parts = [[True, "R"], [False, "\n..>"], [True, "D"]]
+            one |= {"first": 1, "last": 2} if one["key"] == keys[0] else {"first": 1, "last": 1}
+    parts = [[True, "R", 1], [False, "\n..>", None], [True, "D", None], [True, "D"]]
     first = {**text_of(keys[0], 0), "turns": parts, "place": {"index": 7}}
     rows = [first, *(text_of(key, 1) | {"turns": None} for key in keys[1:])]
     one, other = read_episodes(run_of(tmp_path, [*records], {2: rows}), 2).episodes[:2]
     assert (one.parts, one.turns, one.place) == (
-        ((True, "R"), (False, "\n..>"), (True, "D")),
+        ((True, "R", 1), (False, "\n..>", None), (True, "D", None), (True, "D", None)),
         2,
         {"index": 7},
     )
-    assert (other.parts, other.turns, other.place) == (((True, "out 1"),), 1, {})
+    assert (other.parts, other.turns, other.place) == (((True, "out 1", 1),), 1, {})
 
 
 def test_a_conversation_that_another_one_follows_is_not_the_last(tmp_path: Path) -> None:

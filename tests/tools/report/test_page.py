@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,8 @@ def test_the_page_is_complete_and_self_contained(run: RunData) -> None:
     page = check(run_page(run))
     assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
     assert "validation: toy/reward/mean@1" in page.texts
+    met = check(run_page(dataclasses.replace(run, engine="vLLM 0.28.0, model runner V2"))).texts
+    assert "vLLM 0.28.0, model runner V2" in met
     assert run.accounting is not None
     shown = [
         float(text.replace(",", ""))
@@ -61,9 +64,12 @@ def test_tiles_show_the_numbers_of_the_run_with_units(run: RunData) -> None:
     figures = figures_of(run)
     assert list(figures) == ["Step time", "Throughput", "Overlap efficiency", "Devices idle", "Lag", "Reward"]
     assert run.accounting is not None
-    assert figures["Devices idle"][0] == f"{run.accounting.bubble_ratio:.0%}"
-    assert figures["Step time"][0].endswith(" s") and figures["Throughput"][0].endswith(" samples/s")
-    assert "at most 1 of 1 allowed" in figures["Lag"][1]
+    assert figures["Devices idle"].number == f"{run.accounting.bubble_ratio:.0%}"
+    assert figures["Step time"].text.endswith(" s") and figures["Throughput"].text.endswith(" samples/s")
+    assert "at most 1 of 1 allowed" in figures["Lag"].meaning
+    html = run_page(run)
+    assert f"<b>{figures['Throughput'].number} <small>samples/s</small></b>" in html, "the unit is smaller"
+    assert all(f"<dt>{name}</dt>" in html and tile.number in html for name, tile in figures.items())
 
 
 def test_missing_files_are_named_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:

@@ -8,11 +8,9 @@ from base64 import b64decode
 import pytest
 
 from recipe.async_pipeline.observe.picture_folder import Picture
-from recipe.async_pipeline.tools.report.html_page import page
-from recipe.async_pipeline.tools.report.page import section
 from recipe.async_pipeline.tools.report.pictures import SHOWN_STEPS, pictures, spread
 from recipe.async_pipeline.tools.report.series import Series
-from tests.tools.report.pages import Page, check
+from tests.tools.report.pages import Page, check, page_of
 
 NONE = Series(x=(), y=())
 
@@ -30,7 +28,7 @@ def drawn(step: int, number: int = 0, *, lag: int = 0, prompt: str = "a red squa
 
 
 def shown(found: list[Picture], mismatch: Series = NONE) -> Page:
-    return check(page("run", "<h1>run</h1>" + section("pictures", "Pictures", pictures(found, mismatch))))
+    return check(page_of(pictures(found, mismatch)))
 
 
 def test_without_pictures_there_is_no_section() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from recipe.async_pipeline.errors import RunFilesError
 from recipe.async_pipeline.tools.report.run_reader import read_run
+from recipe.async_pipeline.verl_bridge.rollout.vllm.facts import engine_line
 from tests.observe.run_folder import RecordedTrainer, write_run
 
 
@@ -24,6 +25,13 @@ def test_a_complete_run_has_no_missing_files(folder: Path) -> None:
     assert [row.step for row in found.steps] == [1, 2, 3, 4, 5, 6]
     assert found.summary["steps"] == 6
     assert found.events[0].event == "START"
+
+
+def test_the_engine_is_the_one_that_the_run_printed(folder: Path) -> None:
+    assert read_run(folder).engine == ""
+    facts = {"model runner": "V2 (a.Runner)", "attention": "CPU_ATTN"}
+    (folder / "run.log").write_text(f"first\n(Server pid=1) {engine_line('0.28.0', facts)}\nlast\n")
+    assert read_run(folder).engine == "vLLM 0.28.0, model runner V2 (a.Runner), attention CPU_ATTN"
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "summary.json", "config.json"])

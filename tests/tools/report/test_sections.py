@@ -66,7 +66,7 @@ def test_weight_updates_say_what_the_tables_of_the_engine_explain() -> None:
         explained_share=0.985,
     )
     run = replace(run_of(work(0.5, 0.5)), publications=[done])
-    assert "The engine&#x27;s own tables explain 98.5 % of the served elements." in publications(run)
+    assert "The engine&#39;s own tables explain 98.5 % of the served elements." in publications(run)
     blind = replace(done, version=2, explained_share=0.0, unexplained="head.weight")
     html = publications(replace(run, publications=[done, blind]))
     assert "WARNING" in html and "explain 0.0 %" in html and "such as head.weight," in html

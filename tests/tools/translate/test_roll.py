@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.tools.cli.translate import overrides_of, read
+from recipe.async_pipeline.tools.cli.translate import overrides_of
+from recipe.async_pipeline.tools.translate.composition import composed
 from recipe.async_pipeline.tools.translate.roll import TABLE, is_agentic, translate_roll
 from recipe.async_pipeline.tools.translate.rules import TranslatedFile
 from tests.conftest import Load
@@ -34,6 +35,10 @@ ENVIRONMENTS = {
     },
     "env_monitor": {"hung_timeout": 3600},
 }
+
+
+def read(file: Path) -> dict[str, Any]:
+    return composed(file).document
 
 
 def translated(name: str, **more: Any) -> TranslatedFile:
@@ -235,9 +240,75 @@ def test_another_strategy_of_training_is_by_hand() -> None:
     assert kinds["actor_train.strategy_args.strategy_name"] == "by hand"
 
 
-def test_a_batch_that_is_no_multiple_of_its_groups_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rollout_batch_size must be a multiple of train_env_manager"):
-        translated("roll_agentic", train_env_manager={"group_size": 7})
+def test_a_batch_that_is_no_multiple_of_its_groups_is_named_and_the_rest_is_translated() -> None:
+    found = translated("roll_agentic", train_env_manager={"group_size": 7})
+    assert "rollout_batch_size" in found.unsupported
+    text = next(one.outcome.text for one in found.keys if one.key == "rollout_batch_size")
+    assert "must be a multiple of train_env_manager.group_size, 7, got 1024" in text
+    assert found.overrides["trainer.total_training_steps"] == 1024
+
+
+LAKES = {
+    "train_env_manager": {"group_size": 8, "tags": ["Lake"]},
+    "custom_envs": {
+        "Boxes": {"env_type": "sokoban", "max_steps": 10, "max_tokens_per_step": 32},
+        "Lake": {"env_type": "frozen_lake", "max_steps": 5, "max_tokens_per_step": 64},
+        "Other": {"env_type": "webshop"},
+    },
+}
+
+
+def kinds_of(found: TranslatedFile) -> dict[str, str]:
+    return {one.key: one.outcome.kind for one in found.keys}
+
+
+def test_only_the_environment_of_the_training_is_translated() -> None:
+    found = translated("roll_agentic", **LAKES)
+    agentic = f"+{OWN}.agentic"
+    assert found.overrides[f"{agentic}.environment"] == "frozen_lake"
+    assert found.overrides[f"{agentic}.max_turns"] == 5
+    kinds = kinds_of(found)
+    assert kinds["custom_envs.Boxes.env_type"] == kinds["custom_envs.Other.env_type"] == "nothing to do"
+    several = {**LAKES, "train_env_manager": {"group_size": 8, "tags": ["Lake", "Boxes"]}}
+    kinds = kinds_of(translated("roll_agentic", **several))
+    assert (kinds["custom_envs.Boxes.env_type"], kinds["custom_envs.Lake.env_type"]) == ("by hand", "set")
+
+
+def test_the_smaller_limit_of_a_turn_is_no_conflict() -> None:
+    found = translated("roll_agentic", **LAKES)
+    # The engine's is 128, the trained environment's 64, another environment's 32.
+    assert found.overrides[f"+{OWN}.agentic.max_turn_tokens"] == 64 and found.unsupported == []
+
+
+def test_the_sequence_wins_over_the_response_as_in_roll() -> None:
+    found = translated("roll_rlvr", sequence_length=4096, prompt_length=1024, response_length=512)
+    assert found.overrides["data.max_prompt_length"] == 1024
+    assert found.overrides["data.max_response_length"] == 3072
+    assert found.unsupported == [] and kinds_of(found)["response_length"] == "nothing to do"
+
+
+def test_a_limit_of_the_engine_wins_over_the_sequence() -> None:
+    document: Any = read(HERE / "roll_agentic.yaml")
+    document["actor_infer"]["strategy_args"]["strategy_config"]["max_model_len"] = 9000
+    found = translate_roll(document)
+    assert found.overrides[f"{ROLLOUT}.max_model_len"] == 9000 and found.unsupported == []
+
+
+def test_devices_that_two_workers_share_are_a_difference() -> None:
+    train, infer = "actor_train.device_mapping", "actor_infer.device_mapping"
+    document: Any = read(HERE / "roll_agentic.yaml")
+    assert kinds_of(translate_roll(document))[infer] == "set"
+    document["actor_infer"]["device_mapping"] = "list(range(2,8))"
+    found = translate_roll(document)
+    assert (kinds_of(found)[train], kinds_of(found)[infer]) == ("differs", "differs")
+    assert found.overrides["trainer.n_gpus_per_node"] == 4
+    assert found.overrides[f"{ROLLOUT}.n_gpus_per_node"] == 6
+
+
+def test_a_default_of_roll_gives_way_to_the_file() -> None:
+    key = f"{ACTOR}.loss_agg_mode"
+    assert translated("roll_rlvr").overrides[key] == "seq-mean-token-mean"
+    assert translated("roll_rlvr", loss_agg_mode="token-mean").overrides[key] == "token-mean"
 
 
 def test_an_unknown_key_is_named() -> None:
@@ -249,8 +320,7 @@ def test_no_rule_is_hidden_by_one_before_it() -> None:
     assert len(set(patterns)) == len(patterns)
     for place, pattern in enumerate(patterns):
         for before in patterns[:place]:
-            if before.endswith(".*"):
-                assert not pattern.startswith(before[:-1]), f"{before} hides {pattern}"
+            assert not fnmatchcase(pattern, before), f"{before} hides {pattern}"
 
 
 @pytest.mark.real_engine
@@ -268,8 +338,9 @@ def test_the_run_of_a_published_file_passes_all_checks(name: str, load: Load, tm
         # An episode may take an hour in that file, which is more than a run waits by default.
         f"+{OWN}.faults.wait_timeout_s=10000",
     ]
-    config = explain._composed(None, "ppo_trainer", [*overrides_of(found), *by_hand])
-    checked = load("recipe.async_pipeline.verl_bridge.config_checks").checked(config)
+    config, unknown = explain.composed(None, "ppo_trainer", [*overrides_of(found), *by_hand])
+    assert not unknown
+    checked = load("recipe.async_pipeline.verl_bridge.config_checks").checked(config, planning=True)
     assert checked.translation.config.staleness.max_lag == 1
     assert checked.translation.config.strategy == "one_step_off"
     actor = config.actor_rollout_ref.actor

@@ -26,10 +26,30 @@ SCHEDULE = "lr_scheduler_type"
         ({"resume_from_checkpoint": False}, {"trainer.resume_mode": "disable"}),
         ({"resume_from_checkpoint": True}, {"trainer.resume_mode": "auto"}),
         ({"num_gpus_per_node": 4}, {"trainer.n_gpus_per_node": 4}),
+        ({"dual_clip_loss": True}, {f"{ACTOR}.clip_ratio_c": 1.4}),
+        # verl's bounds have defaults, which win over clip_ratio alone.
+        ({"pg_clip": 0.1}, {f"{ACTOR}.clip_ratio{end}": 0.1 for end in ("", "_low", "_high")}),
+        ({"value_clip": 0.5}, {"critic.cliprange_value": 0.5}),
+        ({"target_kl": 0.1}, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.1}),
+        ({"max_ckpt_to_keep": 0}, {"trainer.max_actor_ckpt_to_keep": None}),
+        ({"importance_sampling": "seq"}, {f"{ACTOR}.policy_loss.loss_mode": "gspo"}),
     ],
 )
 def test_what_is_set(document: dict[str, Any], overrides: dict[str, Any]) -> None:
     assert translate(document, RUN).overrides == overrides
+
+
+def test_only_a_critic_has_a_clip_of_values() -> None:
+    found = translate({"adv_estimator": "grpo", "value_clip": 0.5}, RUN)
+    assert found.keys[-1].outcome.kind == "nothing to do" and not found.overrides
+
+
+def test_a_range_of_the_ratio_replaces_its_clip() -> None:
+    document = {"use_pg_clip_range": True, "pg_clip": 0.2, "pg_clip_low": 0.1, "pg_clip_high": 0.3}
+    found = translate(document, RUN)
+    assert found.overrides == {f"{ACTOR}.clip_ratio_low": 0.1, f"{ACTOR}.clip_ratio_high": 0.3}
+    clipped = translate({"pg_clip": 0.3, "dual_clip_loss": True}, RUN)
+    assert clipped.overrides[f"{ACTOR}.clip_ratio_c"] == 1.6
 
 
 @pytest.mark.parametrize(
@@ -48,7 +68,14 @@ def test_the_schedule_of_the_learning_rate(engine: str, value: str, overrides: d
 @pytest.mark.parametrize(
     ("document", "kind"),
     [
-        ({"defaults": ["_self_"]}, "by hand"),
+        ({"dual_clip_loss": False}, "differs"),
+        ({"pg_clip_low": 0.1}, "nothing to do"),
+        ({"use_pg_clip_range": True}, "nothing to do"),
+        ({"checkpoint_config": {"type": "file_system"}}, "differs"),
+        ({"max_len_mask": True}, "differs"),
+        ({"max_len_mask": False}, "nothing to do"),
+        ({"use_topr_loss": True}, "differs"),
+        ({"target_kl": None}, "nothing to do"),
         ({"system_envs": {"A": "1"}}, "by hand"),
         ({"tracker_kwargs": {"project": "x"}}, "by hand"),
         ({"reward_clip": 20}, "by hand"),

@@ -31,3 +31,20 @@ def test_its_keys_and_verls() -> None:
         "agent_loop_manager_class": "nothing to do",
         "n": "set",
     }
+
+
+def test_verls_asynchronous_trainer_is_this_packages() -> None:
+    v1 = {
+        "trainer_mode": "separate_async",
+        "separate_async": {"parameter_sync_step": 4, "num_warmup_batches": 4},
+        "colocate_async": {"num_warmup_batches": 1},
+    }
+    found = translate_uni_agent({"trainer": {"use_v1": True, "v1": v1, "nnodes": 1}})
+    assert found.overrides == {
+        "+async_pipeline": True,
+        "+trigger_parameter_sync_step": 4,
+        "trainer.nnodes": 1,
+    }
+    assert found.unknown == found.unsupported == []
+    colocated = translate_uni_agent({"trainer": {"v1": {**v1, "trainer_mode": "colocate_async"}}})
+    assert colocated.overrides == {"+async_pipeline": True}

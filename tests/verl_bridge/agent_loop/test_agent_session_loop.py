@@ -8,22 +8,23 @@ import hashlib
 import json
 import os
 import re
-import signal
+import shlex
 import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
 from recipe.async_pipeline.agents.episodes import COUNTS, PEAKS, EndPolicies, EpisodeRules
 from recipe.async_pipeline.agents.runners import Policy
+from recipe.async_pipeline.agents.sandbox import reason_without
 from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
 from recipe.async_pipeline.gateway.client import Client, claimed
@@ -39,7 +40,6 @@ from recipe.async_pipeline.verl_bridge.agent_loop.episode import (
 )
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ROW_SPANS, ROW_TURNS, merged
-from tests.conftest import Load
 from tests.fakes.environments import COUNTING, Counting
 
 httpx = pytest.importorskip("httpx")
@@ -137,6 +137,14 @@ async def compacts(task: dict[str, Any], policy: Policy) -> float:
     return 0.25
 
 
+async def reminds(task: dict[str, Any], policy: Policy) -> None:
+    """Have a reminder in the newest message only, as many agents do."""
+    texts: list[str] = []
+    for left in range(12, 0, -1):
+        answer = await says(policy, *texts, f"next, {left} left")
+        texts += ["next", answer]
+
+
 async def endless(task: dict[str, Any], policy: Policy) -> None:
     """Ask until it is refused."""
     texts = ["first"]
@@ -172,11 +180,6 @@ AGENTS = "agents_of_loop"
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, AGENTS, sys.modules[__name__])
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> Iterator[ModuleType]:
-    yield load("recipe.async_pipeline.verl_bridge.agent_loop.agent_session_loop")
 
 
 class Table:
@@ -222,16 +225,16 @@ def white_box(table: Table) -> tuple[Any, Any]:
     from recipe.async_pipeline.verl_bridge.agent_loop import environment_loop
 
     async def episode() -> tuple[Any, Any]:
-        pool = EnvironmentPool(COUNTING, PoolLimits(isolation="inline", timeout_s=5))
-        setup = environment_loop.EnvironmentSetup(pool, 16, None, 300, 0)
-        environment_loop._setups[asyncio.get_running_loop()] = setup
         loop = table.loop_of(environment_loop.EnvironmentLoop, Engine())
         with kept_turns() as turns:
             output = await loop.run({"temperature": 1.0}, **ROW)
         await environment_loop.stop()
         return output, merged(turns, len(output.prompt_ids))
 
-    return asyncio.run(episode())
+    knobs = AgenticConfig(environment=COUNTING.name, isolation="inline", env_timeout_s=5)
+    given = SimpleNamespace(agentic=knobs)
+    with mock.patch.object(environment_loop, "knobs_of", lambda config: given):
+        return asyncio.run(episode())
 
 
 @pytest.mark.parametrize("agent", ["plays_openai", "plays_anthropic"])
@@ -250,14 +253,14 @@ def test_black_box_is_white_box(module: ModuleType, monkeypatch: pytest.MonkeyPa
     assert black.extra_fields[END] == white.extra_fields[END] == "done"
 
 
-def test_an_agent_that_forgets_has_two_rows_and_the_last_is_scored(
+def test_an_agent_that_forgets_has_two_rows_and_the_main_one_is_scored(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, last = Table(module, monkeypatch, agent=f"{AGENTS}:compacts").play(Engine())
     assert (first.reward_score, last.reward_score) == (None, 0.25)
-    assert [TOKENIZER.decode(one.prompt_ids) for one in (first, last)] == ["first", "summary"]
-    assert first.extra_fields[ROW_SPANS] == [(1, 0), (2, 2)]
-    assert last.extra_fields[ROW_SPANS] == [(2, 0), (3, 2)]
+    assert [TOKENIZER.decode(one.prompt_ids) for one in (first, last)] == ["summary", "first"]
+    assert first.extra_fields[ROW_SPANS] == [(2, 0), (3, 2)]
+    assert last.extra_fields[ROW_SPANS] == [(1, 0), (2, 2)]
     assert END not in first.extra_fields and last.extra_fields[END] == "done"
 
 
@@ -276,6 +279,23 @@ def test_an_agent_at_a_limit(
     (output,) = table.play(Engine(turns=100))
     assert (output.extra_fields[END], output.reward_score, output.num_turns) == (end, reward, 6)
     assert bool(output.extra_fields[WHY]) == (agent == "endless")
+
+
+def test_an_agent_that_begins_a_conversation_each_turn_is_trained(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = Table(module, monkeypatch, agent=f"{AGENTS}:reminds").play(Engine(turns=100))
+    assert len(outputs) == 12 and outputs[-1].extra_fields[END] == "done"
+    assert outputs[-1].extra_fields[NOTED]["rows_of_reminder"] >= 10
+
+
+def test_too_many_conversations_are_no_failure_of_the_agent(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = GatewayConfig(max_chains=3)
+    outputs = Table(module, monkeypatch, agent=f"{AGENTS}:reminds", gateway=gateway).play(Engine(turns=100))
+    assert len(outputs) == 3 and outputs[-1].extra_fields[END] == "chains"
+    assert "begins another conversation" in outputs[-1].extra_fields[WHY]
 
 
 JUDGE = "echo '{\"reward\": -1}'"
@@ -384,27 +404,24 @@ def test_a_program_outside_of_the_run_claims_the_episode(
     assert list(tmp_path.iterdir()) == [], "its address is gone"
 
 
-def test_a_gateway_whose_address_cannot_be_written_is_started_by_the_next_episode(
+async def test_a_gateway_whose_address_cannot_be_written_is_started_by_the_next_episode(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runners"
     folder.write_text("a file")
     table = Table(module, monkeypatch, agent="external", gateway=GatewayConfig(runners_dir=str(folder)))
 
-    async def test() -> None:
-        setup = module.setup_of(table.config)
-        for _ in range(2):
-            with pytest.raises(OSError, match=r"^cannot write .*; correct gateway.runners_dir$"):
-                await setup.server()
-        folder.unlink()
-        server = await setup.server()
-        (file,) = folder.iterdir()
-        assert json.loads(file.read_text())["url"] == server.url
-        assert await setup.server() is server
-        await module.stop()
-        assert list(folder.iterdir()) == []
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    setup = module.setup_of(table.config)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"^cannot write .*; correct gateway.runners_dir$"):
+            await setup.server()
+    folder.unlink()
+    server = await setup.server()
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text())["url"] == server.url
+    assert await setup.server() is server
+    await module.stop()
+    assert list(folder.iterdir()) == []
 
 
 def test_what_is_the_agents_fault(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,6 +458,34 @@ def test_the_reward_of_verify(module: ModuleType, monkeypatch: pytest.MonkeyPatc
     assert table.play(Engine(), reward_model={"ground_truth": 7})[-1].reward_score == 7.0
     with pytest.raises(EnvironmentFailed, match="verify: exit status 1: .*KeyError"):
         table.play(Engine())
+
+
+def test_commands_are_in_a_sandbox_where_there_is_one(
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = tmp_path / "train.parquet"
+    data.write_text("truth")
+    judge = f"print('{{\"reward\": %d}}' % ('truth' in open({str(data)!r}).read()))"
+
+    def reward(**knobs: Any) -> float:
+        verify = shlex.join([sys.executable, "-I", "-c", judge])
+        table = Table(module, monkeypatch, agent=f"{AGENTS}:silent", verify=verify, **knobs)
+        table.config.data = {"train_files": [str(data)]}
+        scored: float = table.play(Engine())[-1].reward_score
+        return scored
+
+    assert reward(sandbox="off") == 1.0
+    if not reason_without():
+        with pytest.raises(EnvironmentFailed, match="No such file"):
+            reward()
+
+    monkeypatch.setattr(module, "reason_without", lambda: "not permitted")
+    assert reward() == 1.0 and "without a sandbox (not permitted)" in caplog.text
+    with pytest.raises(ConfigError, match=r"sandbox=on requires a sandbox on .*, got none \(not permitted\)"):
+        reward(sandbox="on")
 
 
 async def rewards_itself(task: dict[str, Any], policy: Policy) -> float:
@@ -537,6 +582,7 @@ def test_what_happened_in_a_session_is_counted(module: ModuleType, monkeypatch: 
     (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:insists").play(Engine())
     counts = output.extra_fields[NOTED]
     happened = {"retries_coalesced": 1, "params_overridden": 1, "retokenized": 0}
+    happened |= {"undelivered": 0, "auxiliary": 0, "constrained": 0}
     assert counts == {**happened, "open_sessions": 1}
     assert happened.keys() <= COUNTS.keys() and "open_sessions" in PEAKS
     (took_ms,) = output.extra_fields[TOOK_MS]
@@ -563,7 +609,7 @@ def test_an_agent_that_continues_after_its_session_is_stopped_and_counted(
     assert judged.reward_score == -1.0, "the control key does not replace it"
 
 
-def test_a_program_that_leaves_a_process_behind_is_counted(
+def test_what_a_program_leaves_behind_is_ended(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pid = tmp_path / "pid"
@@ -573,36 +619,42 @@ def test_a_program_that_leaves_a_process_behind_is_counted(
     open({str(pid)!r}, "w").write(str(left.pid))
 """
     (tmp_path / "agent.py").write_text(textwrap.dedent(ASKS + leaves))
-    table = Table(module, monkeypatch, agent=f"{sys.executable} {tmp_path / 'agent.py'}")
-    try:
-        (output,) = table.play(Engine())
-        assert output.extra_fields[NOTED]["left_behind"] == 1
-    finally:
-        os.kill(int(pid.read_text()), signal.SIGKILL)
+    agent = f"{sys.executable} {tmp_path / 'agent.py'}"
+    # In a sandbox, its number would be another one.
+    (output,) = Table(module, monkeypatch, agent=agent, sandbox="off").play(Engine())
+    assert "left_behind" not in output.extra_fields[NOTED]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.parametrize(
     ("message", "reason"), [(None, "recalled"), ("redundant", "redundant"), ("deadline", "deadline")]
 )
-def test_a_cancelled_episode_ends_its_session(
+async def test_a_cancelled_episode_ends_its_session(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, message: str | None, reason: str
 ) -> None:
     table = Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai")
 
-    async def test() -> None:
-        setup, engine = module.setup_of(table.config), Engine()
-        engine.waits = True
-        running = asyncio.create_task(table.loop_of(module.AgentSessionLoop, engine).run({}, **ROW))
-        while not engine.calls:  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.01)
-        (session,) = {access.session for access in setup.sessions._access.values()}
-        running.cancel(message)
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert session.ended == reason and session.rows() == [] and len(setup.sessions) == 0
-        await setup.stop()
+    begun: list[Any] = []
+    session_of = module.Session
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    def begin(*args: Any) -> Any:
+        begun.append(session_of(*args))
+        return begun[-1]
+
+    monkeypatch.setattr(module, "Session", begin)
+
+    setup, engine = module.setup_of(table.config), Engine()
+    engine.waits = True
+    running = asyncio.create_task(table.loop_of(module.AgentSessionLoop, engine).run({}, **ROW))
+    while not engine.calls:  # noqa: ASYNC110 - the engine has no event for it
+        await asyncio.sleep(0.01)
+    (session,) = begun
+    running.cancel(message)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert session.ended == reason and session.rows() == [] and len(setup.sessions) == 0
+    await setup.stop()
 
 
 def test_the_agent_does_not_see_what_judges_it(module: ModuleType) -> None:
@@ -642,7 +694,8 @@ def fates(
     attempt, the flaws of the group, and the reward. `failed` gets the failed attempts with output.
     """
     file.write_text(textwrap.dedent(program))
-    table = Table(module, monkeypatch, agent=f"{sys.executable} {file}")
+    # Without a sandbox, programs may mark their first attempt.
+    table = Table(module, monkeypatch, agent=f"{sys.executable} {file}", sandbox="off")
     attempts: list[Any] = []
     rewards: list[Any] = []
     failed = [] if failed is None else failed

@@ -7,27 +7,22 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
 from recipe.async_pipeline.agents.environment import EnvironmentSpec
+from recipe.async_pipeline.config.agentic import AgenticConfig
 from recipe.async_pipeline.errors import ConfigError, EnvironmentFailed
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episode import END, WHY
-from tests.conftest import Load
 from tests.fakes.environments import COUNTING
 
 pytestmark = pytest.mark.real_engine
 SAMPLING = {"temperature": 1.0}
 FIRST = "seed 5 episode 1"
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.agent_loop.environment_loop")
 
 
 class Policy:
@@ -69,10 +64,17 @@ class Table:
         self.module, self.tokenizer = module, make_tokenizer()
         self.eos = int(self.tokenizer.eos_token_id)
         rollout = {"prompt_length": 64, "response_length": response_length}
-        self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-        self.response_length, self.max_turns, self.spec = response_length, max_turns, spec
-        self.max_turn_tokens, self.left_behind = max_turn_tokens, -1
-        self.turn_rewards = turn_rewards
+        self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {"seed": 3}})
+        self.knobs = AgenticConfig(
+            environment=spec.name,
+            environment_kwargs=spec.kwargs,
+            isolation="inline",
+            env_timeout_s=5,
+            max_turns=max_turns,
+            max_turn_tokens=max_turn_tokens,
+            turn_rewards=turn_rewards,
+        )
+        self.left_behind = -1
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -83,12 +85,7 @@ class Table:
 
     def play(self, policy: Policy, **row: Any) -> Any:
         async def episode() -> Any:
-            limits = PoolLimits(isolation="inline", timeout_s=5)
-            pool = EnvironmentPool(self.spec, limits)
-            setup = self.module.EnvironmentSetup(
-                pool, self.max_turns, self.max_turn_tokens, self.response_length, 3, self.turn_rewards
-            )
-            self.module._setups[asyncio.get_running_loop()] = setup
+            pool = self.module.setup_of(self.config).pool
             wrap = SimpleNamespace
             loop = self.module.EnvironmentLoop(
                 trainer_config=wrap(config=self.config),
@@ -103,10 +100,12 @@ class Table:
             try:
                 return await loop.run(dict(SAMPLING), **{**given, **row})
             finally:
-                await pool.close()
+                await self.module.stop()
                 self.left_behind = pool.left_behind
 
-        return asyncio.run(episode())
+        given = SimpleNamespace(agentic=self.knobs)
+        with mock.patch.object(self.module, "knobs_of", lambda config: given):
+            return asyncio.run(episode())
 
 
 def test_an_episode_token_for_token(module: ModuleType) -> None:
@@ -275,12 +274,9 @@ def test_values_of_a_row_are_plain(module: ModuleType) -> None:
     assert [type(one) for one in (*found["a"], found["b"][0])] == [int, int, float]
 
 
-def test_the_loop_requires_an_environment(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_requires_an_environment(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = SimpleNamespace(agentic=SimpleNamespace(environment=None, PATH="trainer.agentic"))
     monkeypatch.setattr(module, "knobs_of", lambda config: knobs)
 
-    async def ask() -> None:
-        with pytest.raises(ConfigError, match=r"requires trainer.agentic.environment; set it"):
-            module.setup_of(OmegaConf.create({}))
-
-    asyncio.run(ask())
+    with pytest.raises(ConfigError, match=r"requires trainer.agentic.environment; set it"):
+        module.setup_of(OmegaConf.create({}))

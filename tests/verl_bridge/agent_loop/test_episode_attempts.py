@@ -21,12 +21,15 @@ from recipe.async_pipeline.verl_bridge.agent_loop import episode_attempts
 from recipe.async_pipeline.verl_bridge.agent_loop.episode import (
     END,
     WHY,
+    Ended,
     change_episode,
     current_attempt,
     current_episode,
     episode_with,
 )
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
+
+pytestmark = pytest.mark.virtual_time
 
 Step = Callable[[], Awaitable[None]]
 
@@ -86,6 +89,30 @@ def rollout_fails(then: BaseException) -> Step:
         raise then
 
     return step
+
+
+def test_an_agent_loop_that_swallows_its_cancellation_is_left_behind_and_not_stored() -> None:
+    late: list[str] = []
+
+    async def stubborn() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+        try:
+            await hangs()
+        except asyncio.CancelledError:
+            await asyncio.sleep(100)
+        try:
+            attempt.returned([])
+        except Ended:
+            late.append("not stored")
+
+    async def slow() -> None:
+        await asyncio.sleep(3)
+        await succeeds()
+        await asyncio.sleep(1000)  # its scoring has no deadline
+
+    assert played(stubborn, slow, timeout_s=5) == []
+    assert late == ["not stored"]
 
 
 def test_one_that_succeeds_is_played_once() -> None:
@@ -151,47 +178,41 @@ def test_a_rollout_error_that_the_agent_handled_is_forgotten() -> None:
     assert played(handles) == []
 
 
-def test_a_cancellation_is_no_failure() -> None:
-    async def story() -> None:
-        rules = EpisodeRules.of(2, EndPolicies())
-        begun: list[int] = []
+async def test_a_cancellation_is_no_failure() -> None:
+    rules = EpisodeRules.of(2, EndPolicies())
+    begun: list[int] = []
 
-        async def begin(number: int) -> None:
-            begun.append(number)
-            await hangs()
+    async def begin(number: int) -> None:
+        begun.append(number)
+        await hangs()
 
-        playing = asyncio.create_task(Episodes(rules, 5).play(begin, "a_0"))
-        await asyncio.sleep(1)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        assert begun == [1]
-
-    run_virtual(story())
+    playing = asyncio.create_task(Episodes(rules, 5).play(begin, "a_0"))
+    await asyncio.sleep(1)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert begun == [1]
 
 
-def test_attempts_of_concurrent_episodes_are_separate() -> None:
-    async def story() -> None:
-        seen: list[tuple[str, int]] = []
+async def test_attempts_of_concurrent_episodes_are_separate() -> None:
+    seen: list[tuple[str, int]] = []
 
-        def begin(name: str, failures: int) -> Callable[[int], Awaitable[None]]:
-            async def play(number: int) -> None:
-                await asyncio.sleep(1)
-                attempt = current_attempt()
-                assert attempt is not None and attempt.number == number
-                seen.append((name, number))
-                if number <= failures:
-                    raise ValueError(name)
-                attempt.returned([])
+    def begin(name: str, failures: int) -> Callable[[int], Awaitable[None]]:
+        async def play(number: int) -> None:
+            await asyncio.sleep(1)
+            attempt = current_attempt()
+            assert attempt is not None and attempt.number == number
+            seen.append((name, number))
+            if number <= failures:
+                raise ValueError(name)
+            attempt.returned([])
 
-            return play
+        return play
 
-        episodes = Episodes(EpisodeRules.of(3, EndPolicies()), None)
-        found = await asyncio.gather(*(episodes.play(begin(n, f), n) for n, f in (("a", 0), ("b", 2))))
-        assert found == [[], []] and current_attempt() is None
-        assert sorted(seen) == [("a", 1), ("b", 1), ("b", 2), ("b", 3)]
-
-    run_virtual(story())
+    episodes = Episodes(EpisodeRules.of(3, EndPolicies()), None)
+    found = await asyncio.gather(*(episodes.play(begin(n, f), n) for n, f in (("a", 0), ("b", 2))))
+    assert found == [[], []] and current_attempt() is None
+    assert sorted(seen) == [("a", 1), ("b", 1), ("b", 2), ("b", 3)]
 
 
 # Ends that the agent loop knows.

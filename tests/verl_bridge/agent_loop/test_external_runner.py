@@ -21,15 +21,9 @@ from recipe.async_pipeline.agents.runners import Policy, Task
 from recipe.async_pipeline.errors import AgentFailed, RequestRefused
 from recipe.async_pipeline.gateway.claims import Claims
 from recipe.async_pipeline.gateway.client import ClaimedTask
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 TASK, POLICY = Task({"messages": [], "seed": 3, "task": {}}, {}), Policy("http://x/v1", "k")
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.agent_loop.external_runner")
 
 
 def with_runner(module: ModuleType, runs: Callable[[Any, Claims, str], Coroutine[Any, Any, None]]) -> None:
@@ -52,20 +46,17 @@ def test_the_reward_is_what_the_runner_reports(module: ModuleType) -> None:
     with_runner(module, runs)
 
 
-def test_a_runner_that_may_set_the_reward_gets_the_control_key(module: ModuleType) -> None:
-    async def test() -> None:
-        claims = Claims(60)
-        running = asyncio.create_task(
-            module.ExternalRunner(claims).run(TASK, POLICY._replace(control_key="c"), Folder())
-        )
-        found = await claims.claim(30)
-        assert found is not None
-        task = ClaimedTask("http://x", json.loads(json.dumps(found._asdict())))
-        assert (task.control_key, task.api_key, task.shown) == ("c", "k", TASK.shown)
-        claims.finish(found.lease, None)
-        assert await running is None
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+async def test_a_runner_that_may_set_the_reward_gets_the_control_key(module: ModuleType) -> None:
+    claims = Claims(60)
+    running = asyncio.create_task(
+        module.ExternalRunner(claims).run(TASK, POLICY._replace(control_key="c"), Folder())
+    )
+    found = await claims.claim(30)
+    assert found is not None
+    task = ClaimedTask("http://x", json.loads(json.dumps(found._asdict())))
+    assert (task.control_key, task.api_key, task.shown) == ("c", "k", TASK.shown)
+    claims.finish(found.lease, None)
+    assert await running is None
 
 
 def test_a_runner_that_fails_is_an_agent_that_failed(module: ModuleType) -> None:

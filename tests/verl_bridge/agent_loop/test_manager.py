@@ -4,25 +4,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.errors import RolloutError
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 
 PROMPT = {"uid": "a"}
-
-
-@pytest.fixture
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.agent_loop.manager")
 
 
 class Worker:
@@ -49,10 +44,21 @@ class Worker:
         self._on_give_up(self.answer)
 
 
-def manager_of(module: ModuleType, worker: Worker) -> Any:
-    manager = object.__new__(module.PushAgentLoopManager)
-    manager._turns = itertools.cycle([(worker, module.DirectCaller(worker))])
-    return manager
+def manager_of(module: ModuleType, *workers: Any) -> Any:
+    """Return verl's manager with workers that are not started."""
+
+    async def start(self: Any) -> None:
+        self.agent_loop_workers = list(workers)
+
+    def init(self: Any, config: Any) -> None:
+        self.config = config
+
+    stock = module.PushAgentLoopManager.__mro__[1]
+    with (
+        mock.patch.multiple(stock, __init__=init, _init_agent_loop_workers=start),
+        mock.patch.object(module, "open_requests_of", lambda config: SimpleNamespace(groups=1)),
+    ):
+        return module.PushAgentLoopManager.create(None)
 
 
 def answered(module: ModuleType, *trajectories: str) -> Any:
@@ -64,44 +70,35 @@ async def until_begun() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_group_that_is_finished_is_returned(module: ModuleType) -> None:
-    async def story() -> None:
-        worker = Worker(lambda answer: None)
-        worker.answer.set_result(answered(module, "t"))
-        assert await manager_of(module, worker).run_group(PROMPT, Recall(), 3) == answered(module, "t")
-        assert (worker.given_up, worker.admitted) == ([], [3])
-
-    asyncio.run(story())
+async def test_a_group_that_is_finished_is_returned(module: ModuleType) -> None:
+    worker = Worker(lambda answer: None)
+    worker.answer.set_result(answered(module, "t"))
+    assert await manager_of(module, worker).run_group(PROMPT, Recall(), 3) == answered(module, "t")
+    assert (worker.given_up, worker.admitted) == ([], [3])
 
 
-def test_an_error_of_the_rollout_is_passed_on(module: ModuleType) -> None:
-    async def story() -> None:
-        worker = Worker(lambda answer: None)
-        worker.answer.set_exception(RolloutError("no replica"))
-        with pytest.raises(RolloutError, match="no replica"):
-            await manager_of(module, worker).run_group(PROMPT, Recall(), 3)
-
-    asyncio.run(story())
+async def test_an_error_of_the_rollout_is_passed_on(module: ModuleType) -> None:
+    worker = Worker(lambda answer: None)
+    worker.answer.set_exception(RolloutError("no replica"))
+    with pytest.raises(RolloutError, match="no replica"):
+        await manager_of(module, worker).run_group(PROMPT, Recall(), 3)
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_recalled_group_is_given_up_once(module: ModuleType, stored: bool) -> None:
+async def test_a_recalled_group_is_given_up_once(module: ModuleType, stored: bool) -> None:
     """What is in the sample store by then is returned, so that it can be cleared."""
     left = answered(module, "t") if stored else answered(module)
 
-    async def story() -> None:
-        worker, recall = Worker(lambda answer: answer.set_result(left)), Recall()
-        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
-        await until_begun()
-        recall.give("regenerate")
-        assert await asyncio.wait_for(group, 5) == (left if stored else None)
-        assert worker.given_up == ["a"]
-
-    asyncio.run(story())
+    worker, recall = Worker(lambda answer: answer.set_result(left)), Recall()
+    group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
+    await until_begun()
+    recall.give("regenerate")
+    assert await asyncio.wait_for(group, 5) == (left if stored else None)
+    assert worker.given_up == ["a"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_worker_that_is_gone_has_nothing_to_give_up(
+async def test_a_worker_that_is_gone_has_nothing_to_give_up(
     module: ModuleType, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GIVE_UP_S", 0.01)
@@ -111,34 +108,28 @@ def test_a_worker_that_is_gone_has_nothing_to_give_up(
             answer.set_exception(ConnectionError("dead"))
         raise ConnectionError("dead")
 
-    async def story() -> None:
-        worker, recall = Worker(gone), Recall()
-        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
-        await until_begun()
-        recall.give("drop")
-        assert await asyncio.wait_for(group, 5) is None
-
-    asyncio.run(story())
+    worker, recall = Worker(gone), Recall()
+    group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
+    await until_begun()
+    recall.give("drop")
+    assert await asyncio.wait_for(group, 5) is None
 
 
 @pytest.mark.parametrize("recalled", [False, True])
-def test_a_stop_is_no_recall(module: ModuleType, recalled: bool) -> None:
-    async def story() -> None:
-        worker, recall = Worker(lambda answer: None), Recall()
-        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
+async def test_a_stop_is_no_recall(module: ModuleType, recalled: bool) -> None:
+    worker, recall = Worker(lambda answer: None), Recall()
+    group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
+    await until_begun()
+    if recalled:
+        recall.give("regenerate")
         await until_begun()
-        if recalled:
-            recall.give("regenerate")
-            await until_begun()
-        group.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(group, 5)
-        assert worker.given_up == ["a"]
-
-    asyncio.run(story())
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(group, 5)
+    assert worker.given_up == ["a"]
 
 
-def test_a_group_is_repeated_if_its_connection_is_lost(module: ModuleType) -> None:
+async def test_a_group_is_repeated_if_its_connection_is_lost(module: ModuleType) -> None:
     """Through Ray then, which waits for the restart of the worker."""
 
     class Caller:
@@ -151,13 +142,11 @@ def test_a_group_is_repeated_if_its_connection_is_lost(module: ModuleType) -> No
                 raise module.ConnectionLost
             return answered(module, "t")
 
-    async def story() -> None:
-        manager, caller = object.__new__(module.PushAgentLoopManager), Caller()
-        manager._turns = itertools.cycle([(Worker(lambda answer: None), caller)])
-        assert await manager.run_group(PROMPT, Recall(), 3) == answered(module, "t")
-        assert caller.calls == [("run_group", PROMPT, 3)] * 2
-
-    asyncio.run(story())
+    caller = Caller()
+    with mock.patch.object(module, "DirectCaller", lambda worker: caller):
+        manager = manager_of(module, Worker(lambda answer: None))
+    assert await manager.run_group(PROMPT, Recall(), 3) == answered(module, "t")
+    assert caller.calls == [("run_group", PROMPT, 3)] * 2
 
 
 def test_workers_answer_control_calls_while_all_groups_are_open(
@@ -184,18 +173,24 @@ def test_a_validation_lasts_until_all_workers_have_ended_it(
 ) -> None:
     """So Ray repeats what a worker that dies has not ended, or ends the run with its error."""
     asked: list[tuple[str, Any]] = []
+
+    def get(calls: list[tuple[str, Any]]) -> list[list[str]]:
+        asked.extend(calls)
+        return [[f"episode of {name}"] for name, _ in calls]
+
     workers = [
         SimpleNamespace(run_validation=SimpleNamespace(remote=lambda part, name=name: (name, part)))
         for name in ("first", "second")
     ]
     manager = object.__new__(module.PushAgentLoopManager)
     manager.agent_loop_workers = workers
-    monkeypatch.setattr(module.ray, "get", asked.extend)
+    monkeypatch.setattr(module.ray, "get", get)
     manager.generate_sequences(SimpleNamespace(chunk=lambda number: ["rows"] * (number - 1)))
     assert asked == [("first", "rows")], "a batch may have fewer prompts than there are workers"
+    assert [manager.take_validated(), manager.take_validated()] == [["episode of first"], []]
 
 
-def test_workers_are_closed_also_if_one_hangs_and_one_is_dead(
+async def test_workers_are_closed_also_if_one_hangs_and_one_is_dead(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_S", 0.01)
@@ -210,12 +205,37 @@ def test_workers_are_closed_also_if_one_hangs_and_one_is_dead(
     async def fail() -> None:
         raise ConnectionError("dead")
 
-    async def story() -> None:
-        manager = object.__new__(module.PushAgentLoopManager)
-        manager.agent_loop_workers = [
-            SimpleNamespace(close=SimpleNamespace(remote=one)) for one in (hang, fail, close)
-        ]
-        await asyncio.wait_for(manager.close(), 30)
-
-    asyncio.run(story())
+    manager = object.__new__(module.PushAgentLoopManager)
+    manager.agent_loop_workers = [
+        SimpleNamespace(close=SimpleNamespace(remote=one)) for one in (hang, fail, close)
+    ]
+    await asyncio.wait_for(manager.close(), 30)
     assert closed == ["alive"]
+
+
+async def test_a_prompt_goes_to_the_worker_that_has_a_part_of_it(module: ModuleType) -> None:
+    """Once; shards of an earlier process are dealt to the workers of this one."""
+    read: list[tuple[str, list[str]]] = []
+
+    def worker(number: int) -> Any:
+        def resume(checkpoint: str, shards: list[str]) -> dict[str, int]:
+            read.append((checkpoint, shards))
+            return {f"{number}": 7}
+
+        return SimpleNamespace(number=number, resume=SimpleNamespace(remote=resume))
+
+    class Caller:
+        def __init__(self, worker: Any) -> None:
+            self._worker = worker
+
+        async def call(self, *_: Any) -> Any:
+            return answered(module, f"worker {self._worker.number}")
+
+    with mock.patch.object(module, "DirectCaller", Caller):
+        manager = manager_of(module, *map(worker, range(3)))
+    with mock.patch.object(module, "got", lambda refs, *_, **__: refs):
+        assert manager.resume(Path("/c"), ["s0", "s1", "s2", "s3"], 1.0) == {"0": 7, "1": 7, "2": 7}
+    assert read == [("/c", ["s0", "s3"]), ("/c", ["s1"]), ("/c", ["s2"])]
+    for uid, expected in (("1", 1), ("1", 0), ("another", 1), ("0", 0)):
+        done = await manager.run_group({"uid": uid}, Recall(), 3)
+        assert done.trajectories == [f"worker {expected}"], uid

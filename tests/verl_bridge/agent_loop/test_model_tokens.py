@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 TOKENIZER = make_tokenizer()
 EOS = int(TOKENIZER.eos_token_id)
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.agent_loop.model_tokens")
 
 
 def config_of(**model: Any) -> Any:

@@ -50,77 +50,65 @@ def loop_of(builder: Any, **others: Any) -> Any:
 
 
 @pytest.mark.parametrize("content", ["12+30=", "long " * prompt_tokens.SHORT_BYTES])
-def test_equal_messages_are_tokenized_once(verl: ModuleType, builder: Any, content: str) -> None:
+async def test_equal_messages_are_tokenized_once(verl: ModuleType, builder: Any, content: str) -> None:
     stock = verl.AgentLoopBase.ct_build_initial_tokens
     build = prompt_tokens.tokenized_once(stock)
 
-    async def story() -> None:
-        messages = [{"role": "user", "content": content}]
-        expected = await stock(loop_of(builder), messages)
-        builder.rendered = 0
-        for _ in range(3):
-            found = await build(loop_of(builder), copy.deepcopy(messages), images=None)
-            assert found == expected
-            found.append(0)  # a loop may append to its tokens
-        assert builder.rendered == 1
+    messages = [{"role": "user", "content": content}]
+    expected = await stock(loop_of(builder), messages)
+    builder.rendered = 0
+    for _ in range(3):
+        found = await build(loop_of(builder), copy.deepcopy(messages), images=None)
+        assert found == expected
+        found.append(0)  # a loop may append to its tokens
+    assert builder.rendered == 1
 
-        messages[0]["content"] += "!"
-        assert await build(loop_of(builder), messages) == await stock(loop_of(builder), messages)
-        tools = [{"name": "add"}]
-        with_tools = await build(loop_of(builder), messages, tools=tools)
-        assert with_tools == await stock(loop_of(builder), messages, tools=tools)
-
-    asyncio.run(story())
+    messages[0]["content"] += "!"
+    assert await build(loop_of(builder), messages) == await stock(loop_of(builder), messages)
+    tools = [{"name": "add"}]
+    with_tools = await build(loop_of(builder), messages, tools=tools)
+    assert with_tools == await stock(loop_of(builder), messages, tools=tools)
 
 
-def test_each_response_is_checked_for_its_length(verl: ModuleType, builder: Any) -> None:
+async def test_each_response_is_checked_for_its_length(verl: ModuleType, builder: Any) -> None:
     build = prompt_tokens.tokenized_once(verl.AgentLoopBase.ct_build_initial_tokens)
 
-    async def story() -> None:
-        checked: list[Any] = []
+    checked: list[Any] = []
 
-        def cap(tokens: list[int]) -> list[int]:
-            checked.append(tokens)
-            return tokens[:1]
+    def cap(tokens: list[int]) -> list[int]:
+        checked.append(tokens)
+        return tokens[:1]
 
-        for _ in range(2):
-            loop = loop_of(builder)
-            loop._cap_text_prompt_length = cap
-            assert len(await build(loop, MESSAGES)) == 1
-        assert len(checked) == 2
-
-    asyncio.run(story())
+    for _ in range(2):
+        loop = loop_of(builder)
+        loop._cap_text_prompt_length = cap
+        assert len(await build(loop, MESSAGES)) == 1
+    assert len(checked) == 2
 
 
-def test_prompts_with_a_processor_or_odd_objects_are_left_to_verl() -> None:
+async def test_prompts_with_a_processor_or_odd_objects_are_left_to_verl() -> None:
     async def stock(loop: Any, messages: Any, **given: Any) -> Any:
         return messages, given
 
     build = prompt_tokens.tokenized_once(stock)
 
-    async def story() -> None:
-        loop = loop_of(None)
-        odd = [{"content": lambda: None}]
-        assert await build(loop, odd) == (odd, {"tools": None})
-        loop.processor = object()
-        assert await build(loop, MESSAGES, images=[1]) == (MESSAGES, {"tools": None, "images": [1]})
-
-    asyncio.run(story())
+    loop = loop_of(None)
+    odd = [{"content": lambda: None}]
+    assert await build(loop, odd) == (odd, {"tools": None})
+    loop.processor = object()
+    assert await build(loop, MESSAGES, images=[1]) == (MESSAGES, {"tools": None, "images": [1]})
 
 
 @pytest.mark.parametrize("log_probs", [None, [-1.0, -2.0]])
-def test_a_turn_is_appended_as_by_verl(verl: ModuleType, builder: Any, log_probs: Any) -> None:
-    async def story() -> None:
-        given = ([1, 2, 3], [4, 5], [0], None if log_probs is None else [0.0])
-        stock = await verl.AgentLoopBase.ct_merge_assistant_token(
-            loop_of(builder), *copy.deepcopy(given), assistant_logprobs=log_probs
-        )
-        ours = await prompt_tokens.merge_assistant_token(
-            loop_of(builder), *copy.deepcopy(given), assistant_logprobs=log_probs
-        )
-        assert ours == stock
-
-    asyncio.run(story())
+async def test_a_turn_is_appended_as_by_verl(verl: ModuleType, builder: Any, log_probs: Any) -> None:
+    given = ([1, 2, 3], [4, 5], [0], None if log_probs is None else [0.0])
+    stock = await verl.AgentLoopBase.ct_merge_assistant_token(
+        loop_of(builder), *copy.deepcopy(given), assistant_logprobs=log_probs
+    )
+    ours = await prompt_tokens.merge_assistant_token(
+        loop_of(builder), *copy.deepcopy(given), assistant_logprobs=log_probs
+    )
+    assert ours == stock
 
 
 def test_a_builder_is_created_for_each_set_of_arguments() -> None:

@@ -20,6 +20,8 @@ from recipe.async_pipeline.verl_bridge.agent_loop import redundancy
 from recipe.async_pipeline.verl_bridge.agent_loop.redundancy import Begun, Redundant, first_sound
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ResponseTurn
 
+pytestmark = pytest.mark.virtual_time
+
 
 def settled(
     seconds: Sequence[float], needed: int, *, unsound: Sequence[int] = (), raising: Sequence[int] = ()
@@ -72,36 +74,30 @@ def test_sessions_that_end_in_the_same_moment_are_taken_in_order() -> None:
     assert (found, cancelled) == ([0, 1, 2], [])
 
 
-def test_a_cancellation_reaches_all_sessions() -> None:
-    async def story() -> None:
-        sessions = [asyncio.create_task(asyncio.sleep(100)) for _ in range(3)]
-        waiting = asyncio.create_task(first_sound(sessions, 2, lambda i: True))
-        await asyncio.sleep(1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert all(one.cancelled() for one in sessions)
-
-    run_virtual(story())
+async def test_a_cancellation_reaches_all_sessions() -> None:
+    sessions = [asyncio.create_task(asyncio.sleep(100)) for _ in range(3)]
+    waiting = asyncio.create_task(first_sound(sessions, 2, lambda i: True))
+    await asyncio.sleep(1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert all(one.cancelled() for one in sessions)
 
 
-def test_a_session_that_ignores_its_cancellation_is_left_behind() -> None:
-    async def story() -> float:
-        async def stubborn() -> None:
-            try:
-                await asyncio.sleep(1000)
-            except asyncio.CancelledError:
-                await asyncio.sleep(1000)
+async def test_a_session_that_ignores_its_cancellation_is_left_behind() -> None:
+    async def stubborn() -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1000)
 
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        sessions = [asyncio.create_task(asyncio.sleep(1)), asyncio.create_task(stubborn())]
-        assert await first_sound(sessions, 1, lambda i: True) == [0]
-        took = loop.time() - began
-        await asyncio.wait(sessions)
-        return took
-
-    assert run_virtual(story()) == pytest.approx(1 + redundancy.END_S)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    sessions = [asyncio.create_task(asyncio.sleep(1)), asyncio.create_task(stubborn())]
+    assert await first_sound(sessions, 1, lambda i: True) == [0]
+    took = loop.time() - began
+    await asyncio.wait(sessions)
+    assert took == pytest.approx(1 + redundancy.END_S)
 
 
 def test_what_is_known_of_an_episode_that_was_not_needed() -> None:

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+from decimal import Decimal
+from fractions import Fraction
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ray.exceptions import RayTaskError
@@ -106,7 +109,7 @@ def test_other_errors_of_an_agent_loop_pass_through(checks_module: ModuleType) -
         raise ValueError("mine")
 
 
-def test_answers_that_are_written_at_once_keep_their_flaws_apart(
+async def test_answers_that_are_written_at_once_keep_their_flaws_apart(
     checks_module: ModuleType, load: Load
 ) -> None:
     async def write(flaws: list[Flaw], answer: int) -> None:
@@ -114,12 +117,9 @@ def test_answers_that_are_written_at_once_keep_their_flaws_apart(
             await asyncio.sleep(0)
             checks(checks_module).passes(f"u_{answer}_0", output(load, answer=answer), TURNS)
 
-    async def main() -> list[list[Flaw]]:
-        flaws: list[list[Flaw]] = [[], []]
-        await asyncio.gather(*(asyncio.create_task(write(flaws[i], i)) for i in range(2)))
-        return flaws
-
-    first, second = asyncio.run(main())
+    flaws: list[list[Flaw]] = [[], []]
+    await asyncio.gather(*(asyncio.create_task(write(flaws[i], i)) for i in range(2)))
+    first, second = flaws
     assert [flaw.kind for flaw in first] == ["empty_answer"]
     assert second == []
 
@@ -160,10 +160,19 @@ def scored(score: Any, info: dict[str, Any] | None = None) -> Any:
     )
 
 
-@pytest.mark.parametrize("score", [None, float("nan"), float("-inf"), "1"])
+@pytest.mark.parametrize("score", [None, float("nan"), float("-inf"), "1", 1e39, np.complex64(1)])
 def test_a_score_that_is_none_ends_the_run(checks_module: ModuleType, score: Any) -> None:
     with pytest.raises(RewardError, match="the score must be a finite number, got"):
         checks_module.Scores("fail", 0.0).settle(scored(score), "")
+
+
+@pytest.mark.parametrize(
+    "score", [np.float32(0.5), np.array(0.5), Fraction(1, 2), Decimal("0.5"), torch.tensor([0.5])]
+)
+def test_a_score_of_another_library_becomes_a_float(checks_module: ModuleType, score: Any) -> None:
+    one = scored(score)
+    checks_module.Scores("fail", 0.0).settle(one, "")
+    assert one.reward_score == 0.5 and type(one.reward_score) is float
 
 
 def test_a_score_that_is_one_is_left_alone(checks_module: ModuleType) -> None:

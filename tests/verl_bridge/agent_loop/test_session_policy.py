@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.errors import RequestRefused
-from recipe.async_pipeline.gateway.sessions import CannotAppend
+from recipe.async_pipeline.gateway.turns import CannotAppend, Form
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
-from tests.conftest import Load
 from tests.fakes.model_families import FAMILIES, tokenizer_of
 
 pytestmark = pytest.mark.real_engine
@@ -23,11 +22,6 @@ TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.agent_loop.session_policy")
 
 
 class Client:
@@ -50,6 +44,8 @@ def policy_of(
     builder: Any = None,
     path: str = "",
     tokenizer: Any = TOKENIZER,
+    parser: str = "hermes",
+    client: Client | None = None,
     **params: Any,
 ) -> Any:
     from omegaconf import OmegaConf
@@ -60,9 +56,9 @@ def policy_of(
         config=OmegaConf.create(config),
         continuous_token_builder=builder or create_continuous_token_builder(tokenizer, hf_model_type="qwen2"),
         tokenizer=tokenizer,
-        server_manager=Client(tokens or []),
+        server_manager=client or Client(tokens or []),
     )
-    return module.SessionPolicy(loop, params, "hermes")
+    return module.SessionPolicy(loop, params, parser)
 
 
 def encoded(text: str) -> list[int]:
@@ -124,10 +120,11 @@ def test_templates_get_arguments_as_they_expect_them(module: ModuleType, shown: 
 
 def test_an_answer_is_whole_with_its_end_token(module: ModuleType) -> None:
     for tokens, whole in (([1, EOS], True), ([1, 7], True), ([1, 2], False), ([], False)):
-        policy = policy_of(module, tokens, stop_token_ids=[7])
+        client = Client(tokens)
+        policy = policy_of(module, client=client, stop_token_ids=[7])
         answer = asyncio.run(policy.generate("r", [5], 9, ["STOP"]))
         assert answer == (tokens, None, ((3, 0),), whole)
-    assert policy._client.asked == {
+    assert client.asked == {
         "request_id": "r",
         "prompt_ids": [5],
         "sampling_params": {"stop_token_ids": [7], "max_tokens": 9, "stop": ["STOP"]},
@@ -149,17 +146,73 @@ def read(module: ModuleType, text: str, tools: list[Any], stop: tuple[str, ...] 
     return asyncio.run(policy_of(module).read([*encoded(text), EOS], tools, stop))
 
 
+def test_a_form_reaches_the_engine(module: ModuleType) -> None:
+    client = Client([EOS])
+    policy = policy_of(module, client=client, temperature=0.5)
+    asyncio.run(policy.generate("r", [1], 8, (), Form(schema={"type": "object"})))
+    expected = {"temperature": 0.5, "max_tokens": 8, "structured_outputs": {"json": '{"type": "object"}'}}
+    assert client.asked["sampling_params"] == expected
+    asyncio.run(policy.generate("r", [1], 8, (), Form(call="add", tools=[TOOL])))
+    assert "structural_tag" in client.asked["sampling_params"]["structured_outputs"]
+    with pytest.raises(RequestRefused, match=r"tool_choice.*format=hermes only, got qwen3_coder"):
+        other = policy_of(module, parser="qwen3_coder")
+        asyncio.run(other.generate("r", [1], 8, (), Form(call="add", tools=[TOOL])))
+
+
 def test_text_and_calls_are_parsed_as_verl_parses_them(module: ModuleType) -> None:
     written = 'adding <tool_call>{"name": "add", "arguments": {"x": 4}}</tool_call>'
     said = read(module, written, [TOOL])
     assert said.text == "adding" and [call[1:] for call in said.calls] == [("add", '{"x": 4}')]
     assert read(module, written, []).text == written, "without tools it is text"
-    assert read(module, "plain", [TOOL]) == ("plain", (), None)
+    assert read(module, "plain", [TOOL]) == ("plain", (), None, "")
 
 
 def test_a_tool_whose_schema_verl_does_not_know(module: ModuleType) -> None:
     odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"anyOf": []}}}}}
     assert read(module, "plain", [odd, TOOL]).text == "plain"
+
+
+def test_arguments_have_their_types_next_to_an_optional_one(module: ModuleType) -> None:
+    """verl's class refuses `anyOf` and a missing description, which every framework writes."""
+    properties = {
+        "x": {"type": "integer"},
+        "y": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+        "name": {"type": "string"},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    policy = policy_of(module, parser="qwen3_coder")
+    written = (
+        "<tool_call><function=f><parameter=x>4</parameter><parameter=y>5</parameter>"
+        "<parameter=name>6</parameter></function></tool_call>"
+    )
+    said = asyncio.run(policy.read([*encoded(written), EOS], [tool], ()))
+    assert [call[1:] for call in said.calls] == [("f", '{"x": 4, "y": 5, "name": "6"}')]
+
+
+def test_reasoning_is_no_part_of_the_answer(module: ModuleType) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    written = f"<think>shall I <tool_call>?</think>\n\nadding {call}"
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    said = asyncio.run(policy_of(module, tokenizer=tokenizer).read([*ids, EOS], [TOOL], ()))
+    assert (said.reasoning, said.text) == ("shall I <tool_call>?", "adding")
+    assert [call.name for call in said.calls] == ["add"]
+
+
+def test_the_channels_of_gpt_oss(module: ModuleType) -> None:
+    """A call that follows the prompt at once, too, where verl's parser expects the beginning of a message."""
+    tokenizer = make_tokenizer()
+    marks = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    policy = policy_of(module, tokenizer=tokenizer, parser="gpt-oss")
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 4}<|call|>'
+    thought = "<|channel|>analysis<|message|>add 40 and 2<|end|><|start|>assistant"
+    for before, reasoning in (("", ""), (thought, "add 40 and 2")):
+        ids = tokenizer.encode(before + call, add_special_tokens=False)
+        said = asyncio.run(policy.read(ids, [TOOL], ()))
+        assert (said.reasoning, said.text) == (reasoning, "")
+        assert [one[1:] for one in said.calls] == [("add", '{"x": 4}')]
 
 
 def test_the_first_stop_text_ends_an_answer(module: ModuleType) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -62,7 +62,7 @@ def put(monkeypatch: pytest.MonkeyPatch, load: Load) -> mock.AsyncMock:
     return fake
 
 
-def test_a_session_is_handed_over_as_rows(
+async def test_a_session_is_handed_over_as_rows(
     load: Load, sessions: ModuleType, worker: Any, put: mock.AsyncMock
 ) -> None:
     stored: list[Any] = []
@@ -70,16 +70,13 @@ def test_a_session_is_handed_over_as_rows(
     async def store(keys: Any, fields: Any, tags: Any, partition_id: str) -> None:
         stored.append((keys, fields[0]["uid"], tags[0]["seq_len"], partition_id))
 
-    async def story() -> None:
-        with sessions.stored_by(store):
-            await worker._agent_loop_postprocess(answer(load), False, uid="u", session_id=0, global_steps=1)
-
-    asyncio.run(story())
+    with sessions.stored_by(store):
+        await worker._agent_loop_postprocess(answer(load), False, uid="u", session_id=0, global_steps=1)
     assert stored == [(["u_0_0"], "u", 3, "train")]
     assert not put.called
 
 
-def test_others_are_stored_as_verl_does(
+async def test_others_are_stored_as_verl_does(
     load: Load, sessions: ModuleType, worker: Any, put: mock.AsyncMock
 ) -> None:
     """Also at the same time in another task of the process."""
@@ -91,13 +88,10 @@ def test_others_are_stored_as_verl_does(
     async def session(name: str) -> None:
         await worker._agent_loop_postprocess(answer(load), True, uid=name, session_id=0, global_steps=1)
 
-    async def story() -> None:
-        with sessions.stored_by(store):
-            kept = asyncio.create_task(session("a"))
-        await session("b")
-        await kept
-
-    asyncio.run(story())
+    with sessions.stored_by(store):
+        kept = asyncio.create_task(session("a"))
+    await session("b")
+    await kept
     assert handed == [["a_0_0"]]
     (call,) = put.call_args_list
     assert (call.kwargs["keys"], call.kwargs["partition_id"]) == (["b_0_0"], "val")
@@ -116,3 +110,18 @@ def test_other_calls_reach_transfer_queue(load: Load, sessions: ModuleType) -> N
     assert seen.async_kv_put is load("transfer_queue").async_kv_put
     with pytest.raises(AttributeError):
         _ = seen.no_such_call
+
+
+def test_what_a_checkpoint_cannot_hold_is_stored_as_its_text(
+    sessions: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = {"seen": {1, 2}, "verdict": SimpleNamespace(a=1)}
+    row = {"uid": "a", "extra_fields": {"reward_extra_info": info}, "tool": len}
+    first, second = sessions.storable_rows([row, row])
+    assert first == second
+    assert first["extra_fields"]["reward_extra_info"] == {"seen": {1, 2}, "verdict": "namespace(a=1)"}
+    assert first["tool"] == "<built-in function len>"
+    assert [one.getMessage().split(",")[0] for one in caplog.records] == [
+        "extra_fields.reward_extra_info.verdict is a types.SimpleNamespace",
+        "tool is a builtins.builtin_function_or_method",
+    ]

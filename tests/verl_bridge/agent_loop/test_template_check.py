@@ -10,15 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Load
 from tests.fakes.model_families import FAMILIES, tokenizer_of
 
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.agent_loop.template_check")
 
 
 def said(module: ModuleType, folder: Path, family: str, model_type: str, agent_loop: str) -> list[str]:

@@ -77,27 +77,26 @@ def played(verls: ModuleType, *tools: Any) -> list[Flaw]:
     return asyncio.run(episodes.play(begin, "a_0"))
 
 
-def test_what_a_tool_returns_or_raises_is_for_the_policy(verls: ModuleType) -> None:
-    async def story() -> None:
-        names: list[str] = []
+async def test_what_a_tool_returns_or_raises_is_for_the_policy(verls: ModuleType) -> None:
+    names: list[str] = []
 
-        def fails() -> str:
-            names.append(threading.current_thread().name)
-            raise ValueError("of a tool")
+    def fails() -> str:
+        names.append(threading.current_thread().name)
+        raise ValueError("of a tool")
 
-        (found,) = await call(verls, function(verls, lambda: "4"))
-        assert found[0].text == "4"
-        (found,) = await call(verls, function(verls, fails))
-        assert found[0].text == "Error executing tool 't': of a tool"
-        assert names == ["tool t"]
+    (found,) = await call(verls, function(verls, lambda: "4"))
+    assert found[0].text == "4"
+    (found,) = await call(verls, function(verls, fails))
+    assert found[0].text == "Error executing tool 't': of a tool"
+    assert names == ["tool t"]
 
-        async def awaits() -> str:
-            return "5"
+    async def awaits() -> str:
+        return "5"
 
-        (found,) = await call(verls, function(verls, awaits))
-        assert found[0].text == "5"
-
-    asyncio.run(story())
+    (found,) = await call(verls, function(verls, awaits))
+    assert found[0].text == "5"
+    (found,) = await call(verls, function(verls, lambda: awaits()))  # as behind a plain decorator
+    assert found[0].text == "5"
 
 
 def test_a_tool_that_hangs_costs_its_episode(verls: ModuleType) -> None:

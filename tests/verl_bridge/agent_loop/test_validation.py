@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Load
-
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.agent_loop.validation")
 
 
 class Store:
@@ -62,60 +55,53 @@ async def pause() -> None:
         await asyncio.sleep(0)
 
 
-def test_it_returns_when_all_prompts_have_ended(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_returns_when_all_prompts_have_ended(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Store(module, monkeypatch)
 
-    async def story() -> None:
-        opened = module.OpenPrompts()
-        prompts = Prompts(opened, "a-1", "a-2")
-        call = asyncio.create_task(opened.until_ended(["a-1", "a-2"], prompts.begin()))
-        await pause()
-        prompts.events["a-2"].set()
-        await pause()
-        assert not call.done()
-        prompts.events["a-1"].set()
-        await asyncio.wait_for(call, 5)
-        assert not opened._ends
-
-    asyncio.run(story())
+    opened = module.OpenPrompts()
+    prompts = Prompts(opened, "a-1", "a-2")
+    call = asyncio.create_task(opened.until_ended(["a-1", "a-2"], prompts.begin()))
+    await pause()
+    prompts.events["a-2"].set()
+    await pause()
+    assert not call.done()
+    prompts.events["a-1"].set()
+    await asyncio.wait_for(call, 5)
+    assert not opened._ends
 
 
-def test_only_responses_to_its_own_prompts_are_removed(
+async def test_only_responses_to_its_own_prompts_are_removed(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second conversation of an agent that the repeated episode does not have would be its last row."""
     store = Store(module, monkeypatch)
 
-    async def removed() -> None:
-        opened = module.OpenPrompts()
-        prompts = Prompts(opened, "a-1", "a-2")
-        for event in prompts.events.values():
-            event.set()
-        await asyncio.wait_for(opened.until_ended(["a-1", "a-2"], prompts.begin()), 5)
-
-    asyncio.run(removed())
+    opened = module.OpenPrompts()
+    prompts = Prompts(opened, "a-1", "a-2")
+    for event in prompts.events.values():
+        event.set()
+    await asyncio.wait_for(opened.until_ended(["a-1", "a-2"], prompts.begin()), 5)
     assert set(store.tags) == {"a-1", "a-2", "b-1", "b-1_0_0"}
 
 
-def test_a_task_that_fails_ends_the_call_with_its_error(
+async def test_a_task_that_fails_ends_the_call_with_its_error(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """verl's task catches the errors of agent loops; the others, of the sample store, would be waited for."""
     Store(module, monkeypatch)
 
-    async def story() -> None:
-        opened = module.OpenPrompts()
-        prompts = Prompts(opened, "a-1", "a-2")
-        prompts.errors["a-1"] = ConnectionError("the store is gone")
-        call = asyncio.create_task(opened.until_ended(["a-1", "a-2"], prompts.begin()))
-        await pause()
-        prompts.events["a-1"].set()
-        with pytest.raises(ConnectionError, match="the store is gone"):
-            await asyncio.wait_for(call, 5)
-        prompts.events["a-2"].set()
-        await asyncio.gather(*prompts.tasks, return_exceptions=True)
-
-    asyncio.run(story())
+    opened = module.OpenPrompts()
+    prompts = Prompts(opened, "a-1", "a-2")
+    prompts.errors["a-1"] = ConnectionError("the store is gone")
+    call = asyncio.create_task(opened.until_ended(["a-1", "a-2"], prompts.begin()))
+    await pause()
+    prompts.events["a-1"].set()
+    with pytest.raises(ConnectionError, match="the store is gone"):
+        await asyncio.wait_for(call, 5)
+    prompts.events["a-2"].set()
+    await asyncio.gather(*prompts.tasks, return_exceptions=True)
 
 
 def test_tasks_of_other_calls_are_no_concern(module: ModuleType) -> None:

@@ -82,7 +82,7 @@ def test_an_agent_that_forgets_its_history_has_no_negative_costs() -> None:
     assert costs_of(turns, 1.0)["observation_tokens"] == 0
 
 
-def test_tasks_do_not_see_each_others_turns() -> None:
+async def test_tasks_do_not_see_each_others_turns() -> None:
     async def answer(version: int) -> list[ResponseTurn]:
         with kept_turns():
             for turn in range(2):
@@ -90,10 +90,7 @@ def test_tasks_do_not_see_each_others_turns() -> None:
                 take_turn(turn, [[version, 0]])
             return taken_turns()
 
-    async def main() -> list[list[ResponseTurn]]:
-        return await asyncio.gather(*(answer(version) for version in range(3)))
-
-    assert asyncio.run(main()) == [
+    assert await asyncio.gather(*(answer(version) for version in range(3))) == [
         [ResponseTurn(0, spans_of([[v, 0]])), ResponseTurn(1, spans_of([[v, 0]]))] for v in range(3)
     ]
 

@@ -1,381 +1,477 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group that is given up ends, whenever that is heard of."""
+"""The worker answers a prompt with the responses of its agent loop, which these tests write."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
-from recipe.async_pipeline.errors import RolloutError
+from recipe.async_pipeline.agents.episodes import metrics_of
+from recipe.async_pipeline.checkpoint import store as checkpoints
+from recipe.async_pipeline.checkpoint import tensor_tree
+from recipe.async_pipeline.core.token_spans import spans_of
+from recipe.async_pipeline.lab.tasks.tokenizer import VOCAB_SIZE, make_tokenizer
+from recipe.async_pipeline.verl_bridge.agent_loop.episode import END, NOTED, TOOK_MS, take_turn
 from tests.conftest import Load
+from tests.fakes.environments import Counting
+from tests.verl_bridge.conftest import Smoke
 
 pytestmark = pytest.mark.real_engine
 
-PROMPT = {"uid": "a", "index": 3, "global_steps": 2}
+PROMPT = {"uid": "a", "index": 3, "global_steps": 2, "raw_prompt": [{"role": "user", "content": "1+2="}]}
+AGENTIC = "trainer.v1.async_pipeline.agentic"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+Play = Callable[[Any, dict[str, Any], dict[str, Any]], Awaitable[Any]]
+"""Plays an episode with a client, sampling parameters and a row; returns what an agent loop returns."""
+
+
+class ScriptedLoop:
+    """An agent loop that does what its client says."""
+
+    def __init__(self, server_manager: Any, **others: Any) -> None:
+        self._client = server_manager
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        return await self._client.play(self._client, sampling_params, row)
+
+
+class Client:
+    """Stands for the client of the rollout servers: repeats what a transcript has, and records it."""
+
+    def __init__(self, play: Play) -> None:
+        self.play = play
+        self.requests: list[dict[str, Any]] = []
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **options: Any) -> Any:
+        self.requests.append(options)
+        transcript = options.get("transcript")
+        return None if transcript is None else transcript.recall(prompt_ids)
+
+
+class Store:
+    """Stands for TransferQueue; lets puts wait for `may_put`."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.puts: list[dict[str, Any]] = []
+        self.begun = 0
+        self.asked, self.may_put = asyncio.Event(), asyncio.Event()
+        self.may_put.set()
+
+    async def async_kv_batch_put(self, **put: Any) -> None:
+        self.begun += 1
+        self.asked.set()
+        await self.may_put.wait()
+        self.keys += put["keys"]
+        self.puts.append(put)
+
+    async def async_kv_put(self, **put: Any) -> None:
+        """Take the state of a prompt in validation."""
+
+    async def async_kv_list(self, **of: Any) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, load: Load) -> Path:
+    """The toy's model without its weights."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(folder)
+    load("transformers").Qwen2Config(
+        vocab_size=VOCAB_SIZE, architectures=["Qwen2ForCausalLM"]
+    ).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
-def agent_loop(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.agent_loop.worker")
+def store(monkeypatch: pytest.MonkeyPatch, load: Load) -> Store:
+    store, queue = Store(), load("transfer_queue")
+    monkeypatch.setattr(queue, "init", lambda *args: None)
+    for name in ("async_kv_batch_put", "async_kv_put", "async_kv_list"):
+        monkeypatch.setattr(queue, name, getattr(store, name))
+    return store
 
 
-def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
-    """verl's part stands still until `before` is set; the answer itself never comes."""
-
-    class Worker(agent_loop.PushAgentLoopWorker):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            self._groups: dict[str, Any] = {}
-            self.background_tasks: set[Any] = set()
-            self._sampling: dict[str, Any] = {}
-            self.rollout_config = SimpleNamespace(agent=SimpleNamespace(default_agent_loop="one_turn"))
-            self._redundancy = 0
-            self._episodes = agent_loop.Episodes(EpisodeRules.of(2, EndPolicies()))
-            self.begun = 0
-
-        async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:
-            await before.wait()
-            await super()._run_prompt(*args, **kwargs)
-
-        async def _answer(self, *args: Any) -> Any:
-            self.begun += 1
-            await asyncio.get_running_loop().create_future()
-
-    return Worker()
+WorkerOf = Callable[..., Any]
 
 
-def test_the_process_of_a_worker_knows_the_agent_loop_of_environments(
-    agent_loop: ModuleType, load: Load
-) -> None:
+@pytest.fixture
+def worker_of(module: ModuleType, smoke: Smoke, model: Path, store: Store, tmp_path: Path) -> WorkerOf:
+    """Return a function that makes the worker of a run whose agent loop is scripted."""
+    loops = tmp_path / "loops.yaml"
+    loops.write_text(f"[{{name: scripted, _target_: {__name__}.ScriptedLoop}}]")
+
+    def make(play: Play, **changes: Any) -> Any:
+        config = smoke(
+            {
+                "actor_rollout_ref.model.path": str(model),
+                f"{ROLLOUT}.agent.agent_loop_config_path": str(loops),
+                f"{ROLLOUT}.agent.default_agent_loop": "scripted",
+                f"{ROLLOUT}.n": 2,
+                **changes,
+            }
+        )
+        return module.PushAgentLoopWorker(config, Client(play))
+
+    return make
+
+
+@pytest.fixture
+def response(load: Load) -> Callable[..., Any]:
+    """Return a function that makes a response of three tokens of versions 1 and 2."""
+    output = load("verl.experimental.agent_loop").AgentLoopOutput
+
+    def make(**extra: Any) -> Any:
+        stamps = {"min_global_steps": 1, "max_global_steps": 2, "reward_extra_info": {"acc": 1}}
+        return output(
+            prompt_ids=[1],
+            response_ids=[2, 3, 4],
+            response_mask=[1, 1, 1],
+            response_logprobs=[-0.5] * 3,
+            reward_score=1.0,
+            num_turns=2,
+            metrics={},
+            extra_fields={**stamps, **extra},
+        )
+
+    return make
+
+
+async def never(*args: Any) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def test_the_process_of_a_worker_knows_the_agent_loop_of_environments(module: ModuleType, load: Load) -> None:
     registry = load("verl.experimental.agent_loop.agent_loop")._agent_loop_registry
-    assert registry[agent_loop.environment_loop.NAME]["_target_"].endswith("EnvironmentLoop")
+    assert registry[module.environment_loop.NAME]["_target_"].endswith("EnvironmentLoop")
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_group_that_is_given_up_ends_with_nothing(agent_loop: ModuleType, begun: bool) -> None:
-    async def story() -> None:
-        before = asyncio.Event()
-        worker = worker_of(agent_loop, before)
-        group = asyncio.create_task(worker.run_group(PROMPT))
-        if begun:
-            before.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert worker.begun == begun
-        await worker.give_up("a")
-        before.set()
-        assert await asyncio.wait_for(group, 5) == agent_loop.Answered([], [], [])
-        assert worker.begun == begun, "no engine got a request for it afterwards"
-        assert not worker._groups
+async def test_a_group_that_is_given_up_ends_with_nothing(
+    module: ModuleType, worker_of: WorkerOf, store: Store, begun: bool
+) -> None:
+    playing, all_play = list[int](), asyncio.Event()
 
-    asyncio.run(story())
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> None:
+        playing.append(row["session_id"])
+        if len(playing) == 2:
+            all_play.set()
+        await never()
 
-
-def test_one_that_is_over_is_left_alone(agent_loop: ModuleType) -> None:
-    async def story() -> None:
-        worker = worker_of(agent_loop, asyncio.Event())
-        await worker.give_up("a")
-        assert not worker._groups
-
-    asyncio.run(story())
+    worker = worker_of(play)
+    group = asyncio.create_task(worker.run_group(PROMPT))
+    # Its own task begins one step after it.
+    await (asyncio.wait_for(all_play.wait(), 5) if begun else asyncio.sleep(0))
+    await worker.give_up("a")
+    assert await asyncio.wait_for(group, 5) == module.Answered([], [], [])
+    assert (playing, store.begun) == ([0, 1] if begun else [], 0)
+    await worker.give_up("a")  # It is over, and is left alone.
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["before it is stored", "while it is stored"])
-def test_a_group_that_is_given_up_tells_whether_it_was_stored(agent_loop: ModuleType, stored: bool) -> None:
-    async def story() -> None:
-        before, scored, put = (asyncio.Event() for _ in range(3))
-        before.set()
-        worker = worker_of(agent_loop, before)
-        del type(worker)._answer
-        worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=1)))
-        worker._saves, worker._checks = False, SimpleNamespace(usable=lambda found: True)
-        puts: list[str] = []
+async def test_a_group_that_is_given_up_tells_whether_it_was_stored(
+    worker_of: WorkerOf, store: Store, response: Callable[..., Any], stored: bool
+) -> None:
+    scored, playing = asyncio.Event(), asyncio.Event()
+    store.may_put.clear()
 
-        async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
-            await scored.wait()
-            fields = {"uid": "a", "session_id": 0, "extra_fields": {}, "response_mask": Mask()}
-            await own._store_trajectories(["a_0_0"], [fields], [TAG], "train")
+    async def play(*args: Any) -> Any:
+        playing.set()
+        await scored.wait()
+        return response()
 
-        async def store(group: Any) -> None:
-            await put.wait()
-            puts.extend(one.trajectory.key for one in group)
-
-        type(worker)._run_agent_loop, worker._store_group = run, store
-        group = asyncio.create_task(worker.run_group(PROMPT))
-        if stored:
-            scored.set()
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert worker._groups["a"].is_stored == stored
-
-        giving_up = asyncio.create_task(worker.give_up("a"))
-        await asyncio.sleep(0)
+    worker = worker_of(play, **{f"{ROLLOUT}.n": 1})
+    group = asyncio.create_task(worker.run_group(PROMPT))
+    if stored:
         scored.set()
-        put.set()
-        answered = await asyncio.wait_for(group, 5)
-        await asyncio.wait_for(giving_up, 5)
-        assert [one.key for one in answered.trajectories] == puts == (["a_0_0"] if stored else [])
-        assert not worker._groups
-
-    asyncio.run(story())
-
-
-TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
-
-
-def test_each_response_is_generated_through_a_client_with_its_transcript(agent_loop: ModuleType) -> None:
-    async def story() -> None:
-        seen: list[Any] = []
-        worker = worker_of(agent_loop, asyncio.Event())
-        worker.llm_client = SimpleNamespace(tokenizer="t", generate=lambda *a, **k: _kept(seen, k))
-        worker._saves = False
-
-        async def run(own: Any, *args: Any, session_id: int, **kwargs: Any) -> None:
-            await own.llm_client.generate(f"r{session_id}")
-
-        type(worker)._run_agent_loop = run
-        begun = [["one"], ["two"]]
-        transcripts = [agent_loop.Transcript(before) for before in begun]
-        for i in range(2):
-            await worker._session([], transcripts[i], agent_loop.Begun(), session_id=i)
-        assert [one["transcript"]._before for one in seen] == begun
-        await worker._session([], None, agent_loop.Begun(), session_id=2)
-        assert "transcript" not in seen[2], "a run without checkpoints keeps none"
-        assert agent_loop.RecordingClient(worker.llm_client, transcripts[0]).tokenizer == "t"
-
-    asyncio.run(story())
+        await asyncio.wait_for(store.asked.wait(), 5)
+    await asyncio.wait_for(playing.wait(), 5)
+    giving_up = asyncio.create_task(worker.give_up("a"))
+    await asyncio.sleep(0)
+    scored.set()
+    store.may_put.set()
+    answered = await asyncio.wait_for(group, 5)
+    await asyncio.wait_for(giving_up, 5)
+    assert [one.key for one in answered.trajectories] == store.keys == (["a_0_0"] if stored else [])
 
 
-def begin(worker: Any, agent_loop: ModuleType) -> Any:
-    """Return a group of which nothing is finished."""
-    worker._groups["a"] = agent_loop.GroupInProgress()
-    return worker._groups["a"]
+async def test_without_checkpoints_there_are_no_transcripts(
+    worker_of: WorkerOf, response: Callable[..., Any], tmp_path: Path
+) -> None:
+    async def play(client: Any, params: Any, row: Any) -> Any:
+        await client.generate("r", prompt_ids=[1])
+        await worker.note_transcripts(["a"])
+        await worker.write_transcripts(2, str(tmp_path), "x")
+        return response()
+
+    worker = worker_of(play)
+    await worker.run_group(PROMPT)
+    assert tensor_tree.read(tmp_path / "x") == {}
+    assert [set(request) for request in worker.llm_client.requests] == [set(), set()]
 
 
-async def finish(worker: Any, session_id: int) -> None:
-    """Store the response of a session, as verl does at its end."""
-    fields = {"uid": "a", "session_id": session_id, "extra_fields": {}, "response_mask": Mask()}
-    await worker._store_trajectories([f"a_{session_id}_0"], [fields], [TAG], "train")
+def saved(module: ModuleType, root: Path, transcripts: dict[str, Any]) -> Path:
+    """Publish a checkpoint that has only transcripts, in one shard."""
+    part = checkpoints.begin(root, 2)
+    partial = module.partial_rollouts
+    noted = {uid: [partial.Transcript(one).noted({}) for one in each] for uid, each in transcripts.items()}
+    partial.write(str(part), "transcripts/rank_0", noted, 2)
+    facts: dict[str, Any] = {"step": 2, "run": "r", "identity": {}, "saved_unix": 0.0}
+    return checkpoints.publish(part, epoch=1, record=1, **facts)
 
 
-def stored_by(worker: Any, run: Callable[..., Any]) -> tuple[list[str], Callable[..., Any]]:
-    """Let sessions run `run`; returns the keys that will have been stored, and the call for a group."""
-    stored: list[str] = []
+async def test_a_group_is_answered_from_a_checkpoint(
+    module: ModuleType, worker_of: WorkerOf, store: Store, response: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Resumed responses reach the transcripts, are neither stored nor given to the agent loop, and are in the
+    next checkpoint until then.
+    """
+    recorded = [
+        module.RecordedRequest([1], [token], None, spans_of([(1, 0)]), "completed") for token in (5, 6)
+    ]
 
-    async def store(group: Any) -> None:
-        stored.extend(one.trajectory.key for one in group)
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
+        assert set(row) == {*PROMPT, "session_id"}
+        found = await client.generate("r", prompt_ids=[1])
+        return response(resumed=found.token_ids)
 
-    type(worker)._run_agent_loop, worker._store_group = run, store
-    return stored, super(type(worker), worker)._answer
+    transcripts = {"a": [[one] for one in recorded], "settled": [[recorded[0]]]}
+    worker = worker_of(play)
+    folder = saved(module, tmp_path / "before", transcripts)
+    assert await worker.resume(str(folder), ["transcripts/rank_0"]) == {"a": 2, "settled": 1}
+    await worker.note_transcripts(["a", "b"])
+    (tmp_path / "after").mkdir()
+    await worker.write_transcripts(2, str(tmp_path / "after"), "x")
+    again = module.partial_rollouts.from_plain(tensor_tree.read(tmp_path / "after/x"))
+    assert [[[*one.token_ids] for one in each] for each in again.pop("a")] == [[[5]], [[6]]]
+    assert again == {}, "a prompt that is settled is forgotten"
+    answered = await worker.run_group(PROMPT)
+    assert [one.key for one in answered.trajectories] == store.keys == ["a_0_0", "a_1_0"]
+    (put,) = store.puts
+    rows = put["fields"]
+    assert [one.columns for one in answered.details] == [sorted(rows.keys())] * 2
+    assert [one.reward_info["acc"] for one in answered.details] == [1, 1]
+    assert [rows["extra_fields"][i]["resumed"] for i in range(2)] == [[5], [6]]
+    assert put["partition_id"] == "train"
+    assert put["tags"] == [one.payload for one in answered.trajectories]
+    assert [(tag["response_len"], tag["max_global_steps"]) for tag in put["tags"]] == [(3, 2)] * 2
+    assert answered.counts == {"replayed_requests": 2}
 
 
-def test_an_episode_that_fails_is_repeated_without_its_group(agent_loop: ModuleType) -> None:
+async def test_an_episode_that_fails_is_repeated_without_its_group(
+    load: Load, worker_of: WorkerOf, store: Store, response: Callable[..., Any], tmp_path: Path
+) -> None:
     """Its second attempt generates all tokens again, and the group has one response of each episode."""
+    token_output = load("verl.workers.rollout.replica").TokenOutput
 
-    async def story() -> None:
-        worker, begun = worker_of(agent_loop, asyncio.Event()), list[int]()
-        worker.llm_client, worker._saves = SimpleNamespace(), True
-        worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
-        worker._checks = SimpleNamespace(usable=lambda found: not found)
+    begun, before = list[int](), list[Any]()
 
-        async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
-            begun.append(session_id)
-            transcript = own.llm_client._transcript
-            assert transcript.said == transcript._before == []
-            if session_id == 1 and begun.count(1) <= failures:
-                transcript.said.append("of an attempt that fails")
-                raise ValueError("a tool")
-            attempt = agent_loop.current_attempt()
-            attempt.returned([])
-            await finish(own, session_id)
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
+        number = row["session_id"]
+        begun.append(number)
+        if number == 0:
+            return response()
+        await worker.note_transcripts(["a"])
+        await worker.write_transcripts(2, str(tmp_path), "x")
+        before.append(tensor_tree.read(tmp_path / "x"))
+        await client.generate("r", prompt_ids=[1])
+        worker.llm_client.requests[-1]["transcript"].keep(
+            [1], token_output(token_ids=[2], extra_fields={"version_spans": [(1, 0)]})
+        )
+        if begun.count(1) <= failures:
+            raise ValueError("a tool")
+        return response()
 
-        stored, answer = stored_by(worker, run)
-        failures = 1
-        answered = await answer(begin(worker, agent_loop), {"uid": "a"}, {}, {}, False)
-        found = {one.key: one.attempts for one in answered.trajectories}
-        assert found == {"a_0_0": 1, "a_1_0": 2}
-        assert (begun, answered.flaws, sorted(stored)) == ([0, 1, 1], [], ["a_0_0", "a_1_0"])
+    worker = worker_of(play, **{"trainer.save_freq": 1, f"{AGENTIC}.attempts": 2})
+    failures = 1
+    answered = await worker.run_group(PROMPT)
+    assert {one.key: one.attempts for one in answered.trajectories} == {"a_0_0": 1, "a_1_0": 2}
+    assert (begun, answered.flaws, sorted(store.keys)) == ([0, 1, 1], [], ["a_0_0", "a_1_0"])
+    assert before == [{}, {}]
 
-        begun.clear()
-        stored.clear()
-        failures = 2
-        answered = await answer(begin(worker, agent_loop), {"uid": "a"}, {}, {}, False)
-        assert [flaw.kind for flaw in answered.flaws] == ["failed_episode"]
-        assert "episode a_1, attempt 2: agent_failed: ValueError: a tool" in answered.flaws[0].why
-        assert (begun, stored) == ([0, 1, 1], []), "and nothing of the group is stored"
-
-    asyncio.run(story())
+    begun.clear()
+    store.keys.clear()
+    failures = 2
+    answered = await worker.run_group(PROMPT)
+    assert [flaw.kind for flaw in answered.flaws] == ["failed_episode"]
+    assert "episode a_1, attempt 2: agent_failed: ValueError: a tool" in answered.flaws[0].why
+    assert (begun, store.keys) == ([0, 1, 1], []), "and nothing of the group is stored"
 
 
-def test_the_episodes_that_finish_first_make_the_group(agent_loop: ModuleType) -> None:
+async def test_the_episodes_that_finish_first_make_the_group(
+    worker_of: WorkerOf, store: Store, response: Callable[..., Any]
+) -> None:
     """Of 2 + 2, one fails and one is slow: the other two are stored, and no failure is reported."""
 
-    async def story() -> None:
-        worker, ended = worker_of(agent_loop, asyncio.Event()), list[int]()
-        worker.llm_client, worker._saves, worker._redundancy = SimpleNamespace(), False, 2
-        worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
-        worker._checks = SimpleNamespace(usable=lambda found: not found)
+    ended = list[int]()
 
-        async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
-            if session_id == 0:
-                raise ValueError("a tool")
-            agent_loop.current_attempt().returned([])
-            if session_id == slow:
-                try:
-                    await asyncio.get_running_loop().create_future()
-                finally:
-                    ended.append(session_id)
-            await finish(own, session_id)
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
+        number = row["session_id"]
+        if number == 0:
+            raise ValueError("a tool")
+        if number == slow:
+            try:
+                await never()
+            finally:
+                ended.append(number)
+        return response()
 
-        stored, answer = stored_by(worker, run)
-        slow = 2
-        answered = await answer(begin(worker, agent_loop), {"uid": "a"}, {}, {}, False)
-        assert [one.key for one in answered.trajectories] == stored == ["a_1_0", "a_3_0"]
-        assert (answered.flaws, ended) == ([], [2])
-        assert [(one.tokens, one.turns) for one in answered.redundant] == [(None, 1)] * 2
+    worker = worker_of(play, **{f"{AGENTIC}.attempts": 1, f"{AGENTIC}.redundancy": 2})
+    slow = 2
+    answered = await worker.run_group(PROMPT)
+    assert [one.key for one in answered.trajectories] == store.keys == ["a_1_0", "a_3_0"]
+    assert (answered.flaws, ended) == ([], [2])
+    assert [(one.tokens, one.turns) for one in answered.redundant] == [(None, 1)] * 2
 
-        slow = -1
-        stored.clear()
-        answered = await answer(begin(worker, agent_loop), {"uid": "a"}, {}, {}, False)
-        assert stored == ["a_1_0", "a_2_0"], "one that finishes in the same moment is not stored"
-        assert [one.tokens for one in answered.redundant] == [None, 3]
-
-    asyncio.run(story())
+    slow = -1
+    store.keys.clear()
+    answered = await worker.run_group(PROMPT)
+    assert store.keys == ["a_1_0", "a_2_0"], "one that finishes in the same moment is not stored"
+    assert [one.tokens for one in answered.redundant] == [None, 3]
 
 
-def test_a_response_that_comes_after_its_group_is_not_stored(agent_loop: ModuleType) -> None:
-    async def story() -> None:
-        worker = worker_of(agent_loop, asyncio.Event())
-        fields = {"uid": "gone", "session_id": 0}
+async def test_a_response_that_comes_after_its_group_is_not_stored(
+    worker_of: WorkerOf, store: Store, response: Callable[..., Any]
+) -> None:
+    playing = asyncio.Event()
 
-        async def late(number: int) -> None:
-            agent_loop.current_attempt().returned([])
-            await worker._store_trajectories(["gone_0_0"], [fields], [TAG], "train")
+    async def play(*args: Any) -> Any:
+        playing.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await never()
+        return response()
 
-        with pytest.raises(RolloutError, match="gone was given up before gone_0_0 was finished"):
-            await worker._episodes.play(late, "gone_0")
-
-    asyncio.run(story())
-
-
-async def _kept(seen: list[Any], kwargs: dict[str, Any]) -> None:
-    seen.append(kwargs)
-
-
-def test_a_group_is_answered_from_its_row(agent_loop: ModuleType) -> None:
-    """Resumed responses reach the transcripts, and are neither stored nor given to the agent loop."""
-
-    async def story() -> None:
-        worker, stored = worker_of(agent_loop, asyncio.Event()), list[Any]()
-        worker.llm_client, worker._saves = SimpleNamespace(), False
-        worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
-        worker._checks = SimpleNamespace(usable=lambda found: True)
-
-        async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
-            transcript = own.llm_client._transcript
-            assert set(kwargs) == {"trajectory", "trace", "uid"}
-            extra = {"reward_extra_info": {"acc": 1}, "resumed": transcript._before}
-            fields = {"uid": "a", "session_id": session_id, "extra_fields": extra, "response_mask": Mask()}
-            await own._store_trajectories([f"a_{session_id}_0"], [fields], [TAG], "train")
-
-        async def store(group: Any) -> None:
-            stored.extend(group)
-
-        type(worker)._run_agent_loop, worker._store_group = run, store
-        prompt = {"uid": "a", agent_loop.COLUMN: [["x"], ["y"]]}
-        answered = await super(type(worker), worker)._answer(begin(worker, agent_loop), prompt, {}, {}, False)
-        assert [one.key for one in answered.trajectories] == ["a_0_0", "a_1_0"]
-        assert [one.columns for one in answered.details] == [sorted(stored[0].fields)] * 2
-        assert [one.reward_info for one in answered.details] == [{"acc": 1}] * 2
-        assert [one.fields["extra_fields"]["resumed"] for one in stored] == [["x"], ["y"]]
-        assert [(one.trajectory.payload, one.partition_id) for one in stored] == [(TAG, "train")] * 2
-
-    asyncio.run(story())
-
-
-class Mask:
-    """A mask of three tokens that count."""
-
-    def sum(self) -> int:
-        return 3
+    worker = worker_of(play, **{f"{ROLLOUT}.n": 1})
+    group = asyncio.create_task(worker.run_group(PROMPT))
+    await asyncio.wait_for(playing.wait(), 5)
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await group
+    await asyncio.wait_for(asyncio.gather(*worker.background_tasks), 5)
+    assert store.begun == 0
 
 
 @pytest.mark.parametrize("agent", [None, "another"])
-def test_a_prompt_is_begun_as_verl_begins_it(agent_loop: ModuleType, agent: str | None) -> None:
+async def test_a_prompt_is_begun_as_verl_begins_it(
+    load: Load,
+    worker_of: WorkerOf,
+    response: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    agent: str | None,
+) -> None:
     """Compare with verl's `generate_sequences` for a batch of one row."""
-    from omegaconf import OmegaConf
-    from verl.utils import tensordict_utils as tu
+    tu = load("verl.utils.tensordict_utils")
+    traced: list[dict[str, Any]] = []
 
-    rollout = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "calculate_log_probs": True}
-    config = {
-        "actor_rollout_ref": {"rollout": {**rollout, "agent": {"default_agent_loop": "one_turn"}, "n": 2}}
-    }
-    row = {**PROMPT, "raw_prompt": [{"role": "user", "content": "1+2="}]}
+    @contextlib.contextmanager
+    def trace(**attributes: Any) -> Any:
+        traced.append(attributes)
+        yield
+
+    monkeypatch.setattr(load("verl.experimental.agent_loop.agent_loop"), "rollout_trace_attr", trace)
+    row: dict[str, Any] = dict(PROMPT) if agent is None else {**PROMPT, "agent_name": "scripted"}
+    changes: dict[str, Any] = {f"{ROLLOUT}.temperature": 0.7, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.top_k": 5}
+
+    begun: list[Any] = []
+
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
+        begun.append((params, row))
+        return response()
+
     if agent is not None:
-        row["agent_name"] = agent
-
-    async def story() -> list[tuple[Any, ...]]:
-        begun: list[tuple[Any, ...]] = []
-        worker = worker_of(agent_loop, asyncio.Event())
-        worker.config = OmegaConf.create(config)
-        worker.rollout_config = worker.config.actor_rollout_ref.rollout
-        worker._sampling = agent_loop.sampling_of(worker.rollout_config)
-
-        async def run_prompt(
-            own: Any, prompt: Any, params: Any, trajectory: Any, trace: bool = False
-        ) -> None:
-            begun.append((prompt, params, trajectory, trace))
-            if prompt["uid"] in own._groups:
-                own._groups[prompt["uid"]].answered.set_result(None)
-
-        type(worker)._run_prompt = run_prompt
-        await worker.run_group(dict(row))
-        batch = tu.get_tensordict({name: [value] for name, value in row.items() if name != "global_steps"})
-        tu.assign_non_tensor_data(batch, "global_steps", row["global_steps"])
-        await worker.generate_sequences(batch)
-        await asyncio.gather(*worker.background_tasks)
-        return begun
-
-    ours, verls = asyncio.run(story())
-    assert ours == verls
+        changes[f"{ROLLOUT}.agent.default_agent_loop"] = "one_that_there_is_not"
+    worker = worker_of(play, **changes)
+    await worker.run_group(dict(row))
+    batch = tu.get_tensordict({name: [value] for name, value in row.items() if name != "global_steps"})
+    tu.assign_non_tensor_data(batch, "global_steps", row["global_steps"])
+    await worker.generate_sequences(batch)
+    await asyncio.gather(*worker.background_tasks)
+    ours, ours_too, verls, verls_too = begun
+    assert (ours, ours_too) == (verls, verls_too)
+    assert ours[0]["temperature"] == 0.7
+    assert traced[:2] == traced[2:]
 
 
-def test_a_worker_ends_what_its_episodes_share(agent_loop: ModuleType) -> None:
-    ended: list[str] = []
+class Closing(Counting):
+    """Notes its end."""
 
-    async def story() -> None:
-        worker, loop = worker_of(agent_loop, asyncio.Event()), asyncio.get_running_loop()
+    closed = 0
+
+    def close(self) -> None:
+        Closing.closed += 1
+        super().close()
+
+
+async def test_a_worker_ends_what_its_episodes_share(module: ModuleType, worker_of: WorkerOf) -> None:
+    given = {"environment": f"{__name__}:Closing", "isolation": "inline", "agent": f"{__name__}:never"}
+    worker = worker_of(never, **{f"{AGENTIC}.{name}": value for name, value in given.items()})
+    await worker.close()
+    server = await module.agent_session_loop.setup_of(worker.config).server()
+    async with module.environment_loop.setup_of(worker.config).pool.episode(1, {}):
+        pass
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.close()
+    for _ in range(2):
         await worker.close()
+    assert Closing.closed == 1
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", server.port)
 
-        async def ends(name: str) -> None:
-            ended.append(name)
 
-        gateway = SimpleNamespace(stop=lambda: ends("gateway"))
-        pool = SimpleNamespace(close=lambda: ends("environments"))
-        agent_loop.agent_session_loop._setups[loop] = gateway
-        agent_loop.environment_loop._setups[loop] = SimpleNamespace(pool=pool)
-        for _ in range(2):
-            await worker.close()
+def test_validation_counts_failed_episodes_and_their_ends(
+    load: Load, worker_of: WorkerOf, store: Store, response: Callable[..., Any]
+) -> None:
+    """One row for each episode, or the mean would be the one of the episodes that did not fail."""
+    tensordict = load("verl.utils.tensordict_utils")
+    begun: list[int] = []
 
-    asyncio.run(story())
-    assert ended == ["gateway", "environments"]
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
+        begun.append(number := row["session_id"])
+        take_turn(1, [(1, 0)], "r", 3, 0.25)
+        if number == 2 or (number == 1 and begun.count(1) == 1):
+            raise ValueError("a tool")
+        return response(**({END: "turns"} if number == 0 else {}))
+
+    async def story() -> Any:
+        changes = {f"{ROLLOUT}.val_kwargs.n": 3, f"{AGENTIC}.attempts": 2, f"{AGENTIC}.failure_reward": -1.0}
+        worker = worker_of(
+            play, **changes, **{f"{AGENTIC}.environment": "m:C", f"{AGENTIC}.ends.turns": "score"}
+        )
+        rows = {name: [value] for name, value in PROMPT.items() if name != "global_steps"}
+        batch = tensordict.get_tensordict(rows)
+        tensordict.assign_non_tensor_data(batch, "global_steps", 2)
+        tensordict.assign_non_tensor_data(batch, "validate", True)
+        return await worker.run_validation(batch)
+
+    groups = asyncio.run(story())
+    assert sorted(begun) == [0, 1, 1, 2, 2] and sorted(store.keys) == ["a_0_0", "a_1_0", "a_2_0"]
+    scores = {put["keys"][0]: float(put["fields"]["rm_scores"].sum()) for put in store.puts}
+    assert scores == {"a_0_0": -1.0, "a_1_0": 1.0, "a_2_0": -1.0}
+    assert {put["partition_id"] for put in store.puts} == {"val"}
+    found = metrics_of(groups)
+    assert (found["agentic/end/turns"], found["agentic/end/agent_failed"]) == (1.0, 1.0)
+    assert (found["agentic/episodes"], found["agentic/again"], found["agentic/turns/mean"]) == (3.0, 2.0, 1.0)
 
 
 def test_the_counts_of_an_episode_are_kept_once(
-    agent_loop: ModuleType, monkeypatch: pytest.MonkeyPatch
+    worker_of: WorkerOf, store: Store, response: Callable[..., Any]
 ) -> None:
-    attempt = SimpleNamespace(counts={"params_overridden": 2}, took_ms=[1.5], end="done", number=1)
+    async def play(*args: Any) -> Any:
+        take_turn(1, [(1, 0)], "r", 3, 0.25)
+        return [response(), response(**{NOTED: {"params_overridden": 2}, TOOK_MS: [1.5]})]
 
-    async def story() -> list[Any]:
-        worker = worker_of(agent_loop, asyncio.Event())
-        begin(worker, agent_loop)
-        agent_loop.change_episode(cost={}, waits=(0.25, 0.5), attempt=attempt)
-        rows = [{"uid": "a", "session_id": 0, "extra_fields": {}} for _ in range(2)]
-        await worker._store_trajectories(["a_0_0", "a_0_1"], rows, [TAG, TAG], "train")
-        return [(one.counts, one.took_ms, one.trajectory.env_s) for one in worker._groups["a"].finished]
+    async def story() -> Any:
+        return await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group(PROMPT)
 
-    assert asyncio.run(story()) == [({}, (), 0.5), ({"params_overridden": 2}, [1.5], 0.5)]
+    answered = asyncio.run(story())
+    assert store.keys == ["a_0_0", "a_0_1"]
+    assert (answered.counts, answered.took_ms) == ({"params_overridden": 2}, [1.5])
+    assert len({one.env_s for one in answered.trajectories}) == 1

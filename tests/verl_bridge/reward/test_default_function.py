@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.conftest import Load
-
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.reward.default_function")
 
 
 DEFAULT: dict[str, Any] = {

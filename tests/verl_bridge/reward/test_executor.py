@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -12,12 +13,15 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from pebble import ProcessPool
 
 from recipe.async_pipeline import redaction
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.deadline import ABANDONED
 from recipe.async_pipeline.errors import ConfigError, RewardError
+from recipe.async_pipeline.verl_bridge.reward import executor
 from recipe.async_pipeline.verl_bridge.reward.executor import (
     BATCH_WAIT_S,
     FunctionLocation,
@@ -73,6 +77,52 @@ def test_scores_come_back_from_another_process(guard: Make) -> None:
 
 
 @pytest.mark.slow
+def test_a_pool_that_is_broken_is_replaced(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[ProcessPool] = []
+    schedule = ProcessPool.schedule
+
+    def breaks_once(pool: ProcessPool, *args: Any, **how: Any) -> Any:
+        if not broken:
+            broken.append(pool)
+            raise RuntimeError("Unexpected error within the Pool")
+        assert pool is not broken[0]
+        return schedule(pool, *args, **how)
+
+    monkeypatch.setattr(ProcessPool, "schedule", breaks_once)
+    assert score(guard("one"), "46", "47") == [1.0, 0.0]
+    assert broken
+
+
+def test_a_function_starts_processes_that_call_its_file(guard: Make) -> None:
+    words = ["executor", "spawn", "process"]
+    assert score(guard("in_processes"), *words) == [len(word) + 0.5 for word in words]
+
+
+@pytest.mark.parametrize("name", ["my rewards.py", "json.py", "v1.2.py", "__main__.py"])
+def test_a_file_of_any_name_is_loaded_and_hides_no_module(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Rubric:\n    bonus: float = 1.0\n"
+        "def score(**_):\n    return Rubric().bonus\n"
+    )
+    before = {name: sys.modules.get(name) for name in ("json", "__main__")}
+    function = FunctionLocation(str(file), "score", {}).load()
+    assert function() == 1.0
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert {name: sys.modules.get(name) for name in before} == before
+
+
+def test_a_file_that_fails_leaves_no_module_behind(tmp_path: Path) -> None:
+    file = tmp_path / "failing_rewards.py"
+    file.write_text("raise RuntimeError('no key')\n")
+    with pytest.raises(ConfigError, match="no key"):
+        FunctionLocation(str(file), "score", {}).load()
+    file.write_text("def score(**_):\n    return 1.0\n")
+    assert FunctionLocation(str(file), "score", {}).load()() == 1.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -122,16 +172,13 @@ def test_exceptions_of_an_async_function_become_errors(guard: Make, word: str) -
     )
 
 
-def test_a_cancelled_caller_gets_its_cancellation(guard: Make) -> None:
-    async def cancel() -> None:
+async def test_a_cancelled_caller_gets_its_cancellation(guard: Make) -> None:
+    with pytest.raises(asyncio.CancelledError):
         call = asyncio.ensure_future(guard("unusual").score(solution_str="60"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         call.cancel()
         await call
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(cancel())
 
 
 @pytest.mark.parametrize("word", ERRORS)
@@ -195,6 +242,28 @@ def test_an_async_function_is_cancelled_at_the_deadline(guard: Make) -> None:
     assert str(found[1]) == "timeout: service took more than 0.2 s"
 
 
+def test_the_deadline_holds_for_an_async_function_that_swallows_its_cancellation(
+    guard: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "GRACE_S", 0.1)
+    began = time.monotonic()
+    found = score(guard("stubborn", timeout_s=0.1, concurrency=1), "30", "0")
+    assert str(found[0]) == f"timeout: stubborn took more than 0.1 s; {ABANDONED}"
+    assert found[1] == 1.0, "it gave its place to the next one"
+    assert time.monotonic() - began < 10
+
+
+def test_an_async_function_behind_a_plain_decorator_is_awaited(guard: Make) -> None:
+    assert score(guard("decorated"), "one", "two words") == [0.5, 0.0]
+    called = only_errors(FunctionLocation(FILE, "decorated", {}).load())
+    assert asyncio.run(asyncio.to_thread(called, solution_str="one")) == 0.5
+
+
+def test_a_timeout_of_the_function_itself_is_its_error(guard: Make) -> None:
+    (error,) = score(guard("impatient"), "")
+    assert str(error) == "raised: impatient: TimeoutError: the service is slow"
+
+
 def test_secrets_are_removed_from_errors(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async def leaks(**_: Any) -> float:
         raise ValueError("HF replied hf_secret_0123")
@@ -248,7 +317,8 @@ def test_imports_of_a_file_do_not_count_against_the_deadline(guard: Make, tmp_pa
         assert score(one, "46") == [1.0]
 
 
-def test_the_timer_of_a_sent_batch_does_not_cut_the_next(
+@pytest.mark.virtual_time
+async def test_the_timer_of_a_sent_batch_does_not_cut_the_next(
     guard: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def counted(solution_strs: list[str], **_: Any) -> list[float]:
@@ -257,15 +327,13 @@ def test_the_timer_of_a_sent_batch_does_not_cut_the_next(
     monkeypatch.setattr(FunctionLocation, "load", lambda self: counted)
     many = guard("any", batch=4)
 
-    async def score_in_two_waves() -> list[Any]:
-        async def later(waits: float) -> Any:
-            await asyncio.sleep(waits * BATCH_WAIT_S)
-            return await many.score(**response("46"))
+    async def later(waits: float) -> Any:
+        await asyncio.sleep(waits * BATCH_WAIT_S)
+        return await many.score(**response("46"))
 
-        # The first batch is full immediately; its timer would fire while the next four responses arrive.
-        return list(await asyncio.gather(*(later(waits) for waits in (0, 0, 0, 0, 0.5, 0.9, 1.1, 1.4))))
-
-    assert run_virtual(score_in_two_waves()) == [4.0] * 8
+    # The first batch is full immediately; its timer would fire while the next four responses arrive.
+    waits = (0, 0, 0, 0, 0.5, 0.9, 1.1, 1.4)
+    assert await asyncio.gather(*(later(one) for one in waits)) == [4.0] * 8
 
 
 @pytest.mark.slow
@@ -312,6 +380,8 @@ def test_a_function_of_a_package_is_loaded() -> None:
     )
 
 
-@pytest.mark.parametrize("good", [0, 1.5, True, {"score": 2}])
+@pytest.mark.parametrize("good", [0, 1.5, True, {"score": 2}, np.float16(1), {"score": np.bool_(True)}])
 def test_checked_returns_a_finite_score(good: Any) -> None:
-    assert checked(good) == good
+    found = checked(good)
+    assert found == good
+    assert type(found["score"] if isinstance(found, dict) else found) is float

@@ -44,6 +44,7 @@ def manager(load: Load) -> Iterator[Make]:
         runtime = RuntimeConfig(
             run="r",
             identity={},
+            epoch=1,
             run_dir=Path("run"),
             run_dir_mark=None,
             resume_from=None,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ def response_of(responses: ModuleType, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("result", [0.5, {"score": 0.5, "colour": 1.0}])
-def test_both_ways_give_the_function_the_same(
+async def test_both_ways_give_the_function_the_same(
     modules: tuple[ModuleType, ModuleType], is_async: bool, result: Any
 ) -> None:
     responses, visual = modules
@@ -48,12 +47,9 @@ def test_both_ways_give_the_function_the_same(
     async def awaited(**arguments: Any) -> Any:
         return function(**arguments)
 
-    async def both() -> list[Any]:
-        manager = visual.VisualRewardManager(SimpleNamespace(), None, awaited if is_async else function)
-        response = response_of(responses, picture=PICTURE)
-        return [await manager.score(response), await manager.run_single(response.data())]
-
-    direct, through_verl = asyncio.run(both())
+    manager = visual.VisualRewardManager(SimpleNamespace(), None, awaited if is_async else function)
+    response = response_of(responses, picture=PICTURE)
+    direct, through_verl = [await manager.score(response), await manager.run_single(response.data())]
     info = result if isinstance(result, dict) else {"acc": 0.5}
     assert direct == through_verl == {"reward_score": 0.5, "reward_extra_info": info}
     for arguments in seen:
@@ -63,12 +59,9 @@ def test_both_ways_give_the_function_the_same(
         assert "picture" not in arguments["extra_info"] and "solution_str" not in arguments
 
 
-def test_a_response_without_a_picture_is_an_error(modules: tuple[ModuleType, ModuleType]) -> None:
+async def test_a_response_without_a_picture_is_an_error(modules: tuple[ModuleType, ModuleType]) -> None:
     responses, visual = modules
 
-    async def scored() -> None:
+    with pytest.raises(RewardError, match="a response without a picture"):
         manager = visual.VisualRewardManager(SimpleNamespace(), None, lambda **_: 1.0)
         await manager.score(response_of(responses))
-
-    with pytest.raises(RewardError, match="a response without a picture"):
-        asyncio.run(scored())

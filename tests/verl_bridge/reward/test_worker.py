@@ -17,11 +17,6 @@ from tests.conftest import Load
 pytestmark = pytest.mark.real_engine
 
 
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.reward.worker")
-
-
 def responses(rows: int) -> Any:
     """Return the DataProto that verl's agent loop builds for the outputs of one response."""
     import torch

@@ -19,7 +19,6 @@ from recipe.async_pipeline.errors import VersionNotServed
 from recipe.async_pipeline.verl_bridge.agent_loop.episode import episode_with, kept_turns
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
 from recipe.async_pipeline.verl_bridge.rollout.router import Router
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 
@@ -31,11 +30,6 @@ class EngineDeadError(RuntimeError):
 def raised_remotely(cause: Exception) -> Exception:
     raised: Exception = RayTaskError("generate", "traceback", cause).as_instanceof_cause()
     return raised
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.rollout.client")
 
 
 class Balancer:
@@ -72,9 +66,9 @@ class Balancer:
         if not self.servers:
             raise raised_remotely(RuntimeError("No available servers in load balancer"))
         name = next(iter(self.servers))
-        return name, self._handle(name)
+        return name, self.handle_of(name)
 
-    def _handle(self, name: str) -> Any:
+    def handle_of(self, name: str) -> Any:
         respond = self.servers[name]
 
         def generate(**kwargs: Any) -> Any:
@@ -86,7 +80,7 @@ class Balancer:
         return SimpleNamespace(generate=SimpleNamespace(remote=generate), give_up=give_up)
 
     def ___ray_call__(self, names: Any) -> Any:
-        return {name: self._handle(name) for name in self.servers} if self.by_default else None
+        return {name: self.handle_of(name) for name in self.servers} if self.by_default else None
 
     def _release_server(self, server_id: str) -> None:
         self.released.append(server_id)
@@ -139,7 +133,7 @@ def generate(module: ModuleType, balancer: Balancer, times: int = 1) -> Any:
             return await client.generate("r", prompt_ids=[1], sampling_params={})
         finally:
             await asyncio.sleep(0)
-            assert client._server_of == {}
+            assert client.server_of == {}
 
     return asyncio.run(main())
 
@@ -176,7 +170,7 @@ def test_the_caller_gets_the_last_death(module: ModuleType, death: Exception) ->
 @pytest.mark.parametrize(
     ("reuse", "sent"), [(False, [None] * 3), (True, [None] * 3), ("session", [None, 4, 4])]
 )
-def test_later_turns_say_which_version_began_their_session(
+async def test_later_turns_say_which_version_began_their_session(
     module: ModuleType, reuse: bool | str, sent: list[int | None]
 ) -> None:
     versions = iter([4, 5, 6])
@@ -187,13 +181,10 @@ def test_later_turns_say_which_version_began_their_session(
 
     balancer = Balancer(a=turn)
 
-    async def main() -> None:
-        client = client_of(module, balancer, reuse)
-        with kept_turns():
-            for _ in range(3):
-                await client.generate("r", prompt_ids=[1], sampling_params={})
-
-    asyncio.run(main())
+    client = client_of(module, balancer, reuse)
+    with kept_turns():
+        for _ in range(3):
+            await client.generate("r", prompt_ids=[1], sampling_params={})
     assert [asked.get("session") for asked in balancer.asked] == sent
 
 
@@ -324,7 +315,7 @@ def test_the_only_replica_is_retried_until_it_is_reachable(module: ModuleType) -
     assert balancer.requested == ["a", "a", "a"]
 
 
-def test_a_cancelled_request_is_cancelled_on_its_replica(module: ModuleType) -> None:
+async def test_a_cancelled_request_is_cancelled_on_its_replica(module: ModuleType) -> None:
     begun = asyncio.Event()
 
     async def never() -> Any:
@@ -334,31 +325,27 @@ def test_a_cancelled_request_is_cancelled_on_its_replica(module: ModuleType) -> 
     balancer = Balancer(a=never)
     client = client_of(module, balancer)
 
-    async def main() -> None:
-        task = asyncio.create_task(client.generate("r", prompt_ids=[1], sampling_params={}))
-        await begun.wait()
-        name = client._asked["r"][1]
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        assert balancer.given_up == [f"a: {name}"]
-        assert client._asked == client._server_of == {}
-
-    asyncio.run(main())
+    task = asyncio.create_task(client.generate("r", prompt_ids=[1], sampling_params={}))
+    await begun.wait()
+    (asked,) = balancer.asked
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert balancer.given_up == [f"a: {asked['request_id']}"]
+    assert client.server_of == {}
 
 
-def test_a_replica_that_is_added_later_is_used(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_is_added_later_is_used(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "REFRESH_S", 0.0)
     balancer = Balancer(a=well)
     client = client_of(module, balancer)
 
-    async def main() -> None:
-        await client.generate("first", prompt_ids=[1], sampling_params={})
-        balancer.servers = {"b": well}
-        for number in range(10):
-            await client.generate(f"later {number}", prompt_ids=[1], sampling_params={})
-
-    asyncio.run(main())
+    await client.generate("first", prompt_ids=[1], sampling_params={})
+    balancer.servers = {"b": well}
+    for number in range(10):
+        await client.generate(f"later {number}", prompt_ids=[1], sampling_params={})
     assert balancer.requested[0] == "a"
     assert balancer.requested[-1] == "b"
 
@@ -427,7 +414,7 @@ def test_a_waiting_request_is_cancelled_without_a_word_to_a_replica(module: Modu
         for request in held.requests:
             request.set_result(None)
         await asyncio.gather(*tasks)
-        assert len(held.requests) == SHARE and client._server_of == {}
+        assert len(held.requests) == SHARE and client.server_of == {}
 
     waiting_clients(story, module)
 
@@ -444,8 +431,9 @@ def test_waiting_requests_go_to_a_replica_that_joins(module: ModuleType) -> None
         for request in held.requests:
             request.set_result(None)
         await asyncio.gather(*tasks)
-        await client._following
-        assert client._following is None, "nothing is refreshed while nothing waits"
+        following = [task for task in asyncio.all_tasks() if task.get_name() == "follow replicas"]
+        await asyncio.gather(*following)
+        assert len(following) == 1, "nothing is refreshed while nothing waits"
 
     waiting_clients(story, module)
 
@@ -489,8 +477,8 @@ async def resumed(
         return responses[len(requests) - 1]
 
     class Server(Balancer):
-        def _handle(self, name: str) -> Any:
-            handle = super()._handle(name)
+        def handle_of(self, name: str) -> Any:
+            handle = super().handle_of(name)
             generate = handle.generate.remote
 
             def recorded(**kwargs: Any) -> Any:
@@ -534,7 +522,7 @@ def test_a_finished_response_is_not_requested_again(module: ModuleType) -> None:
         [[3, 0]],
     )
     assert (again.extra_fields["min_global_steps"], again.extra_fields["max_global_steps"]) == (3, 3)
-    assert [one.token_ids for one in transcript.said] == [[5, 6]], "the next checkpoint contains it"
+    assert [list(one.token_ids) for one in transcript.said] == [[5, 6]], "the next checkpoint contains it"
 
 
 def test_a_partial_response_is_continued(module: ModuleType) -> None:
@@ -550,26 +538,34 @@ def test_a_partial_response_is_continued(module: ModuleType) -> None:
     assert whole.extra_fields["version_spans"] == [[3, 0], [4, 2]]
     assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (3, 4)
     assert other.token_ids == [8], "another prompt does not continue it"
-    assert [(list(one.prompt_ids), one.token_ids) for one in transcript.said] == [
+    assert [(list(one.prompt_ids), list(one.token_ids)) for one in transcript.said] == [
         ([1], [5, 6, 7]),
         ([2], [8]),
     ]
 
 
-def test_a_partial_response_of_a_seeded_request_is_generated_again(module: ModuleType) -> None:
+FORMED = {"structured_outputs": {"json": "{}"}}
+
+
+@pytest.mark.parametrize("params", [{"seed": 7}, FORMED], ids=["seed", "form"])
+def test_a_partial_response_that_is_not_continued_is_generated_again(
+    module: ModuleType, params: dict[str, Any]
+) -> None:
     partial, finished = (recorded_request(module, [5, 6], stop) for stop in (None, "completed"))
     (whole,), transcript, requests = asyncio.run(
-        resumed(module, [partial], [output([5, 6, 7], 4)], [[1]], {"seed": 7})
+        resumed(module, [partial], [output([5, 6, 7], 4)], [[1]], params)
     )
-    assert requests == [([1], {"seed": 7})]
+    assert requests == [([1], params)]
     assert (whole.token_ids, whole.extra_fields["version_spans"]) == ([5, 6, 7], [[4, 0]])
-    assert [one.token_ids for one in transcript.said] == [[5, 6, 7]]
-    _, _, requests = asyncio.run(resumed(module, [finished], [], [[1]], {"seed": 7}))
+    assert [list(one.token_ids) for one in transcript.said] == [[5, 6, 7]]
+    _, _, requests = asyncio.run(resumed(module, [finished], [], [[1]], params))
     assert requests == [], "what was finished is kept"
 
 
-@pytest.mark.parametrize("seed", [None, 7])
-def test_only_tokens_that_another_process_can_use_are_recorded(module: ModuleType, seed: int | None) -> None:
+@pytest.mark.parametrize("params", [{"seed": None}, {"seed": 7}, FORMED])
+def test_only_tokens_that_another_process_can_use_are_recorded(
+    module: ModuleType, params: dict[str, Any]
+) -> None:
     """The ledger counts the recorded tokens as kept."""
     transcripts = importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
     transcript = transcripts.Transcript()
@@ -580,8 +576,8 @@ def test_only_tokens_that_another_process_can_use_are_recorded(module: ModuleTyp
         return output([5], 4)
 
     client = transcripts.RecordingClient(client_of(module, Balancer(a=respond)), transcript)
-    asyncio.run(client.generate("r", prompt_ids=[1], sampling_params={"seed": seed}))
-    assert [place is None for place in places] == [seed is not None]
+    asyncio.run(client.generate("r", prompt_ids=[1], sampling_params=params))
+    assert [place is None for place in places] == [params != {"seed": None}]
 
 
 def test_a_request_whose_connection_ended_is_sent_again(module: ModuleType) -> None:
@@ -613,7 +609,7 @@ def test_a_replica_that_refuses_because_it_is_behind_is_avoided_and_is_not_dead(
         VersionNotServed("replica 0 serves version 3, and the request requires version 4")
     )
     balancer = Balancer(behind=failing(error), current=well)
-    handle = balancer._handle
+    handle = balancer.handle_of
 
     def with_log(name: str) -> Any:
         made = handle(name)
@@ -629,7 +625,7 @@ def test_a_replica_that_refuses_because_it_is_behind_is_avoided_and_is_not_dead(
         made.generate.remote = generate
         return made
 
-    balancer._handle = with_log  # type: ignore[method-assign]
+    balancer.handle_of = with_log  # type: ignore[method-assign]
     with episode_with(admitted=4):
         assert generate(module, balancer).token_ids == [1]
     assert balancer.requested == ["behind", "current"]

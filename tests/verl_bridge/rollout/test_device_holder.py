@@ -22,13 +22,12 @@ async def where() -> tuple[str, dict[str, list[str]]]:
     return "node-7", {"GPU": ["3"], "NPU": []}
 
 
-def test_it_reports_its_node_and_device_to_verl() -> None:
+async def test_it_reports_its_node_and_device_to_verl() -> None:
     device: Any = ReservedDevice(SimpleNamespace(where=SimpleNamespace(remote=where)), "GPU")
 
-    async def main() -> list[tuple[str, str]]:
-        return list(await asyncio.gather(*[w.__ray_call__.remote(lambda self: None) for w in [device]]))
-
-    assert asyncio.run(main()) == [("node-7", "3")]
+    assert list(await asyncio.gather(*[w.__ray_call__.remote(lambda self: None) for w in [device]])) == [
+        ("node-7", "3")
+    ]
 
 
 def test_it_ends_only_the_given_processes() -> None:

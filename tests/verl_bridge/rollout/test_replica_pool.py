@@ -17,15 +17,9 @@ from recipe.async_pipeline.core.items import LoadReport, Publication
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.weight_sync.manifest import WeightTicket
 from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
-from tests.conftest import Load
 
-pytestmark = pytest.mark.real_engine
+pytestmark = [pytest.mark.real_engine, pytest.mark.virtual_time]
 TICKET = WeightTicket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25, host="a")
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.rollout.replica_pool")
 
 
 class Method:
@@ -220,7 +214,7 @@ def test_a_replica_is_fenced_if_a_server_on_a_further_node_ends(
         run_virtual(consumer.check())
 
 
-def test_replicas_without_memory_for_staging_load_from_host_memory(
+async def test_replicas_without_memory_for_staging_load_from_host_memory(
     pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All serve meanwhile, one line says why, and a restart does not forget it."""
@@ -232,67 +226,58 @@ def test_replicas_without_memory_for_staging_load_from_host_memory(
     def note(event: str, *what: Any, **fields: str) -> None:
         notes.append((event, *what, *fields.values()))
 
-    async def main() -> None:
-        made = pool(Replica(0, Server("a", [])), Replica(1, Server("b", [])), say=lines.append, note=note)
-        watch = asyncio.create_task(made.watch())
-        for version in (5, 6):
-            publication = await made.publish(msgspec.structs.replace(TICKET, version=version))
-            assert (publication.replicas, publication.failure) == (2, "")
-        assert Server.staged == ["device"] * 2 + ["host"] * 2
-        Server.dead.add("a")
-        await asyncio.sleep(10)
-        assert made.versions == {"replica 0": 6, "replica 1": 6}
-        assert Server.staged[4:] == ["host"], "the restarted one"
-        watch.cancel()
-        await made.close()
-
-    run_virtual(main())
+    made = pool(Replica(0, Server("a", [])), Replica(1, Server("b", [])), say=lines.append, note=note)
+    watch = asyncio.create_task(made.watch())
+    for version in (5, 6):
+        publication = await made.publish(msgspec.structs.replace(TICKET, version=version))
+        assert (publication.replicas, publication.failure) == (2, "")
+    assert Server.staged == ["device"] * 2 + ["host"] * 2
+    Server.dead.add("a")
+    await asyncio.sleep(10)
+    assert made.versions == {"replica 0": 6, "replica 1": 6}
+    assert Server.staged[4:] == ["host"], "the restarted one"
+    watch.cancel()
+    await made.close()
     assert notes[:2] == [("UNSTAGED", f"replica {i}", 5, "OutOfMemoryError: 1 GiB") for i in range(2)]
     assert [event for event, *_ in notes[2:]] == ["FENCED", "REJOINED"]
     (line,) = [line for line in lines if "host memory" in line]
     assert line.startswith("replica 0 could not copy version 5 to its devices: OutOfMemoryError: 1 GiB; ")
 
 
-def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(
+async def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(
     pool: Callable[..., Any], balancer: Balancer
 ) -> None:
     log: list[str] = []
     bad = Replica(0, Server("bad", log, error=ProofError("v5: other values")))
 
-    async def main() -> None:
-        made = pool(bad, Replica(1, Server("good", log)))
-        publication = await made.publish(TICKET)
-        assert publication.replicas == 1
-        assert list(balancer.servers) == ["address 1"]
-        await asyncio.sleep(10)
-        assert list(balancer.servers) == ["address 1", "address 0, restarted"]
-        assert balancer.servers["address 0, restarted"] is bad.servers[0]
-        await made.close()
-
-    run_virtual(main())
+    made = pool(bad, Replica(1, Server("good", log)))
+    publication = await made.publish(TICKET)
+    assert publication.replicas == 1
+    assert list(balancer.servers) == ["address 1"]
+    await asyncio.sleep(10)
+    assert list(balancer.servers) == ["address 1", "address 0, restarted"]
+    assert balancer.servers["address 0, restarted"] is bad.servers[0]
+    await made.close()
     assert log[-2:] == ["bad, restarted begins", "bad, restarted serves"]
 
 
-def test_an_engine_that_dies_between_weight_updates_is_replaced(
+async def test_an_engine_that_dies_between_weight_updates_is_replaced(
     pool: Callable[..., Any], balancer: Balancer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[tuple[str, str, int | None]] = []
     monkeypatch.setattr(Server, "dead", set())
 
-    async def main() -> None:
-        made = pool(Replica(0, Server("a", [])), note=lambda *what: notes.append(what))
-        watch = asyncio.create_task(made.watch())
-        await made.publish(TICKET)
-        await asyncio.sleep(10)
-        assert notes == []
-        Server.dead.add("a")
-        await asyncio.sleep(10)
-        assert list(balancer.servers) == ["address 0, restarted"]
-        assert made.versions == {"replica 0": 5}
-        watch.cancel()
-        await made.close()
-
-    run_virtual(main())
+    made = pool(Replica(0, Server("a", [])), note=lambda *what: notes.append(what))
+    watch = asyncio.create_task(made.watch())
+    await made.publish(TICKET)
+    await asyncio.sleep(10)
+    assert notes == []
+    Server.dead.add("a")
+    await asyncio.sleep(10)
+    assert list(balancer.servers) == ["address 0, restarted"]
+    assert made.versions == {"replica 0": 5}
+    watch.cancel()
+    await made.close()
     assert notes == [("FENCED", "replica 0", None), ("REJOINED", "replica 0", 5)]
 
 
@@ -319,24 +304,21 @@ def over_sockets(
     return calls, lost
 
 
-def test_checks_go_over_sockets_and_ray_tells_why_a_server_has_ended(
+async def test_checks_go_over_sockets_and_ray_tells_why_a_server_has_ended(
     pool: Callable[..., Any], over_sockets: tuple[list[tuple[str, str]], set[str]]
 ) -> None:
     calls, lost = over_sockets
 
-    async def main() -> None:
-        made = pool(Replica(0, Server("a", []), Server("b", [])))
-        consumer = made.fleet.consumer("replica 0")
+    made = pool(Replica(0, Server("a", []), Server("b", [])))
+    consumer = made.fleet.consumer("replica 0")
+    await consumer.check()
+    assert sorted(calls) == [("a", "check"), ("b", "check")]
+
+    lost.add("b")
+    await consumer.check()  # its connection is lost, but it works
+    Server.dead.add("b")
+    with pytest.raises(ValueError, match="the engine is dead"):
         await consumer.check()
-        assert sorted(calls) == [("a", "check"), ("b", "check")]
-
-        lost.add("b")
-        await consumer.check()  # its connection is lost, but it works
-        Server.dead.add("b")
-        with pytest.raises(ValueError, match="the engine is dead"):
-            await consumer.check()
-
-    run_virtual(main())
 
 
 def test_weights_are_prepared_and_committed_over_sockets_and_otherwise_through_ray(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_open_turns_are_balanced(requests: list[int]) -> None:
     for name, count in counts.items():
         for _ in range(count):
             made.release(name)
-    assert not made._open
+    assert {acquired(made, f"new {number}") for number in range(3)} == set("abc"), "no turn is open"
 
 
 # Requests that wait for room.
@@ -110,101 +111,81 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_requests_above_the_share_wait_in_the_order_of_their_arrival() -> None:
-    async def story() -> None:
-        some = Waiting(router("a", "b", share=2))
-        await some.begin(*(f"r{i}" for i in range(7)))
-        assert some.placed == ["r0: a", "r1: b", "r2: a", "r3: b"]
-        assert (some.router.waiting, some.router.full) == (3, True)
-        await some.release("b", "a")
-        assert some.placed[4:] == ["r4: b", "r5: a"]
-        await some.release("b")
-        assert some.placed[6:] == ["r6: b"]
-        assert some.router.waiting == 0
-
-    asyncio.run(story())
+async def test_requests_above_the_share_wait_in_the_order_of_their_arrival() -> None:
+    some = Waiting(router("a", "b", share=2))
+    await some.begin(*(f"r{i}" for i in range(7)))
+    assert some.placed == ["r0: a", "r1: b", "r2: a", "r3: b"]
+    assert (some.router.waiting, some.router.full) == (3, True)
+    await some.release("b", "a")
+    assert some.placed[4:] == ["r4: b", "r5: a"]
+    await some.release("b")
+    assert some.placed[6:] == ["r6: b"]
+    assert some.router.waiting == 0
 
 
-def test_later_turns_go_before_first_turns() -> None:
-    async def story() -> None:
-        some = Waiting(router("a", share=2))
-        await some.begin("talk", "new")
-        await some.release("a")
-        await some.begin("first", "second", "talk")
-        assert some.placed == ["talk: a", "new: a", "first: a"]
-        await some.release("a", "a")
-        assert some.placed[3:] == ["talk: a", "second: a"]
-
-    asyncio.run(story())
+async def test_later_turns_go_before_first_turns() -> None:
+    some = Waiting(router("a", share=2))
+    await some.begin("talk", "new")
+    await some.release("a")
+    await some.begin("first", "second", "talk")
+    assert some.placed == ["talk: a", "new: a", "first: a"]
+    await some.release("a", "a")
+    assert some.placed[3:] == ["talk: a", "second: a"]
 
 
-def test_a_later_turn_goes_to_another_replica_if_its_own_is_full() -> None:
-    async def story() -> None:
-        some = Waiting(router("a", "b", share=1))
-        await some.begin("talk")
-        await some.release("a")
-        await some.begin("other")
-        await some.begin("talk")
-        assert some.placed == ["talk: a", "other: a", "talk: b"]
-        await some.release("a", "b")
-        await some.begin("talk")
-        assert some.placed[3:] == ["talk: b"], "its prefix is there now"
-
-    asyncio.run(story())
+async def test_a_later_turn_goes_to_another_replica_if_its_own_is_full() -> None:
+    some = Waiting(router("a", "b", share=1))
+    await some.begin("talk")
+    await some.release("a")
+    await some.begin("other")
+    await some.begin("talk")
+    assert some.placed == ["talk: a", "other: a", "talk: b"]
+    await some.release("a", "b")
+    await some.begin("talk")
+    assert some.placed[3:] == ["talk: b"], "its prefix is there now"
 
 
-def test_waiting_requests_go_to_a_replica_that_joins() -> None:
-    async def story() -> None:
-        some = Waiting(router("a", share=1))
-        await some.begin("x", "y", "z")
-        some.router.update({"a": "A", "b": "B"})
-        await settled()
-        assert some.placed == ["x: a", "y: b"]
-        some.router.remove("a")
-        await settled()
-        assert some.router.waiting == 1, "b has no room"
-        await some.release("b")
-        assert some.placed[2:] == ["z: b"]
-
-    asyncio.run(story())
+async def test_waiting_requests_go_to_a_replica_that_joins() -> None:
+    some = Waiting(router("a", share=1))
+    await some.begin("x", "y", "z")
+    some.router.update({"a": "A", "b": "B"})
+    await settled()
+    assert some.placed == ["x: a", "y: b"]
+    some.router.remove("a")
+    await settled()
+    assert some.router.waiting == 1, "b has no room"
+    await some.release("b")
+    assert some.placed[2:] == ["z: b"]
 
 
-def test_without_a_replica_no_request_waits_for_room() -> None:
+async def test_without_a_replica_no_request_waits_for_room() -> None:
     """The caller then waits for a replica, or raises what the last one died of."""
 
-    async def story() -> None:
-        some = Waiting(router("a", share=1))
-        await some.begin("x", "y", "z")
-        some.router.remove("a")
-        await settled()
-        assert some.placed == ["x: a", "y: None", "z: None"]
-
-    asyncio.run(story())
+    some = Waiting(router("a", share=1))
+    await some.begin("x", "y", "z")
+    some.router.remove("a")
+    await settled()
+    assert some.placed == ["x: a", "y: None", "z: None"]
 
 
-def test_a_cancelled_request_leaves_the_queue() -> None:
-    async def story() -> None:
-        some = Waiting(router("a", share=1))
-        await some.begin("x", "y", "z")
-        await some.cancel("y")
-        assert some.router.waiting == 1
-        await some.release("a")
-        assert some.placed == ["x: a", "z: a"]
-
-    asyncio.run(story())
+async def test_a_cancelled_request_leaves_the_queue() -> None:
+    some = Waiting(router("a", share=1))
+    await some.begin("x", "y", "z")
+    await some.cancel("y")
+    assert some.router.waiting == 1
+    await some.release("a")
+    assert some.placed == ["x: a", "z: a"]
 
 
-def test_a_request_that_is_cancelled_as_it_gets_room_passes_it_on() -> None:
-    async def story() -> None:
-        some = Waiting(router("a", share=1))
-        await some.begin("x", "y", "z")
-        some.router.release("a")
-        await some.cancel("y")
-        assert some.placed == ["x: a", "z: a"]
-        await some.release("a")
-        assert not some.router._open
-
-    asyncio.run(story())
+async def test_a_request_that_is_cancelled_as_it_gets_room_passes_it_on() -> None:
+    some = Waiting(router("a", share=1))
+    await some.begin("x", "y", "z")
+    some.router.release("a")
+    await some.cancel("y")
+    assert some.placed == ["x: a", "z: a"]
+    await some.release("a")
+    await some.begin("last")
+    assert some.placed[-1] == "last: a", "its room is free again"
 
 
 class Random:
@@ -241,7 +222,8 @@ class Random:
         self.router.update({name: name.upper() for name in self.names})
 
     def check(self) -> None:
-        counts = [self.router._open[name] for name in self.names]
+        running = Counter(task.result()[0] for task in self.tasks if task.done() and task.result())
+        counts = [running[name] for name in self.names]
         assert max(counts, default=0) <= 2
         assert self.router.waiting == sum(not task.done() for task in self.tasks)
         assert not self.router.waiting or min(counts, default=0) == 2, (
@@ -263,7 +245,13 @@ def test_no_request_waits_while_there_is_room(steps: list[tuple[Any, int]]) -> N
         while some.tasks:
             (some.end if any(task.done() for task in some.tasks) else some.cancel)(0)
             await settled()
-        assert not some.router._open and some.router.waiting == 0, "no room is lost"
+        assert some.router.waiting == 0
+        every = [asyncio.create_task(some.router.acquire(f"n{i}")) for i in range(2 * len(some.names))]
+        await settled()
+        places = [place[0] for task in every if task.done() and (place := task.result())]
+        assert sorted(places) == sorted(2 * some.names), "no room is lost"
+        for task in every:
+            task.cancel()
 
     asyncio.run(story())
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Load
 from tests.fakes.engine_trees import run_with, tree_of
 from tests.fakes.layout_coverage import MODELS
 
@@ -48,11 +47,6 @@ def test_the_tables_explain_each_model_and_notice_each_fault(
         assert len(report["seen"]) >= 2, report
 
 
-@pytest.fixture(scope="module")
-def layout(load: Load) -> Any:
-    return load("recipe.async_pipeline.verl_bridge.rollout.served_layout")
-
-
 @pytest.mark.parametrize(
     ("method", "mapped", "wanted"),
     [
@@ -65,12 +59,12 @@ def layout(load: Load) -> Any:
     ],
 )
 def test_a_mapper_is_called_by_the_method_that_it_has(
-    layout: Any, method: str, mapped: Any, wanted: Any
+    module: Any, method: str, mapped: Any, wanted: Any
 ) -> None:
     mapper = SimpleNamespace(**{method: lambda name: mapped})
-    assert layout.mapped_name(mapper, "name") == wanted
+    assert module.mapped_name(mapper, "name") == wanted
 
 
-def test_a_mapper_without_a_known_method_is_an_error(layout: Any) -> None:
+def test_a_mapper_without_a_known_method_is_an_error(module: Any) -> None:
     with pytest.raises(AttributeError, match="_map_name_with_shard"):
-        layout.mapped_name(SimpleNamespace(), "name")
+        module.mapped_name(SimpleNamespace(), "name")

@@ -9,12 +9,6 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError
-from tests.conftest import Load
-
-
-@pytest.fixture(scope="module")
-def tensors(load: Load) -> Any:
-    return load("recipe.async_pipeline.verl_bridge.rollout.served_tensors")
 
 
 class Latent(torch.nn.Module):
@@ -34,21 +28,21 @@ NAMES = [("W_UK_T", "W_UV"), ("w_kc", "w_vc")]
 
 @pytest.mark.parametrize("names", NAMES)
 def test_products_of_latent_attention_must_follow_from_the_loaded_weight(
-    tensors: Any, names: tuple[str, str]
+    module: Any, names: tuple[str, str]
 ) -> None:
     viewed, copied = (torch.nn.ModuleDict({"attn": Latent(names, one)}) for one in (False, True))
     for model in (viewed, copied):
-        assert list(dict(tensors.served_tensors(model))) == ["attn.kv_b_proj.weight"]
-        tensors.require_fresh_products(model)
+        assert list(dict(module.served_tensors(model))) == ["attn.kv_b_proj.weight"]
+        module.require_fresh_products(model)
         model["attn"].kv_b_proj.weight.data.add_(1)
-    tensors.require_fresh_products(viewed)
+    module.require_fresh_products(viewed)
     with pytest.raises(ProofError, match=rf"attn\.{names[0]} does not follow from attn\.kv_b_proj\.weight"):
-        tensors.require_fresh_products(copied)
+        module.require_fresh_products(copied)
 
 
-def test_routing_tables_belong_to_the_engine(tensors: Any) -> None:
+def test_routing_tables_belong_to_the_engine(module: Any) -> None:
     """Some versions register them as persistent."""
     model = torch.nn.Module()
     for name in ("_expert_map", "expert_mask", "expert_local_to_global", "e_score_correction_bias"):
         model.register_buffer(name, torch.zeros(4))
-    assert list(dict(tensors.served_tensors(model))) == ["e_score_correction_bias"]
+    assert list(dict(module.served_tensors(model))) == ["e_score_correction_bias"]

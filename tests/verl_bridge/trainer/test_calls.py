@@ -21,15 +21,12 @@ def test_results_and_errors_are_passed_on() -> None:
     calls.close()
 
 
-def test_a_timeout_names_the_call() -> None:
+async def test_a_timeout_names_the_call() -> None:
     calls, over = BlockingCalls(0.01), threading.Event()
 
-    async def main() -> None:
+    with pytest.raises(WaitTimeout, match="the call wait to return"):
         try:
             await calls(over.wait)
         finally:
             over.set()
-
-    with pytest.raises(WaitTimeout, match="the call wait to return"):
-        asyncio.run(main())
     calls.close()

@@ -7,41 +7,83 @@ Whole jobs test the contents, see tests/e2e/test_resume.py.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
+from recipe.async_pipeline.checkpoint.hashed_file import FileEntry
 from recipe.async_pipeline.errors import CheckpointError, WaitTimeout
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 
 
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.checkpointing")
+NO_SPACE, NO_QUOTA = OSError(28, "No space left on device"), OSError(122, "Disk quota exceeded")
 
 
 @pytest.mark.parametrize(
-    ("error", "full"),
+    "error",
     [
-        (OSError(28, "No space left on device"), True),
-        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), True),
-        # Torch's error on a tmpfs without a free byte.
-        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0"), True),
-        (RuntimeError("basic_ios::clear: iostream error"), True),
-        (TimeoutError("a worker did not answer"), False),
-        (ConnectionError("a worker is gone"), False),
-        (RuntimeError("shapes differ"), False),
+        NO_SPACE,
+        NO_QUOTA,
+        RayTaskError("save", "traceback", NO_SPACE),
+        RayTaskError("save", "traceback", NO_SPACE).as_instanceof_cause(),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("write failed: Disk quota exceeded"),
     ],
 )
-def test_a_full_disk_is_distinguished_from_other_errors(
-    module: ModuleType, error: Exception, full: bool
+def test_a_full_disk_is_recognized(module: ModuleType, error: Exception) -> None:
+    assert module.is_full(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "PytorchStreamWriter failed writing file data/0: file write failed",
+        # Torch's error on a tmpfs without a free byte.
+        "[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0",
+        "basic_ios::clear: iostream error",
+    ],
+)
+def test_an_error_without_its_reason_is_a_full_disk_if_there_is_no_room(
+    module: ModuleType, text: str
 ) -> None:
-    assert module.is_full(error) is full
+    assert module.is_full(RuntimeError(text), True)
+    assert not module.is_full(RuntimeError(text), False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError(number, os.strerror(number)) for number in (1, 2, 5, 13, 20, 30, 116)),
+        RayTaskError("save", "traceback", PermissionError(13, "Permission denied")),
+        OSError("no number"),
+        TimeoutError("a worker did not answer"),
+        ConnectionError("a worker is gone"),
+        RuntimeError("shapes differ"),
+        RuntimeError("SafetensorError: header too large"),
+    ],
+)
+def test_no_other_error_is_a_full_disk(module: ModuleType, error: Exception) -> None:
+    assert not module.is_full(error, True)
+
+
+def test_a_disk_has_many_errors(module: ModuleType) -> None:
+    disk = [OSError(13, "no"), OSError("1 of 2 ranks have written"), RuntimeError("iostream error")]
+    other = [TimeoutError("x"), ConnectionError("x"), RuntimeError("shapes differ")]
+    assert [module.is_of_disk(error) for error in (*disk, *other)] == [True] * 3 + [False] * 3
+
+
+def test_room_is_that_of_the_file_system(module: ModuleType, tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    assert module.no_room(tmp_path) is (free < module.LEAST_BYTES)
+    assert not module.no_room(tmp_path / "missing")
 
 
 class Saving:
@@ -51,7 +93,14 @@ class Saving:
         self.events: list[str] = []
         self.fails: dict[str, Exception] = {}
         self.lines: list[str] = []
+        self.shards: dict[str, list[str]] = {}
+        self.engines = asyncio.Event()
+        self.engines.set()
         saving = self
+
+        def run_of(flow: Any) -> Any:
+            facts: dict[str, Any] = {"prompts": None, "kept": (), "reference": None, "kl_coef": None}
+            return module.SavedRun(flow=flow, meters={}, **facts)
 
         class Made:
             def begin(self, step: int) -> Any:
@@ -63,6 +112,8 @@ class Saving:
 
             def write_rest(self, part: Any, snapshot: Any) -> None:
                 saving.event("rest")
+                saving.shards = snapshot.state.shards
+                assert {*part.files.entries} == {name for names in saving.shards.values() for name in names}
 
             def publish(self, part: Any, step: int) -> Path:
                 saving.event("publish")
@@ -75,11 +126,13 @@ class Saving:
             _stall_s=60.0,
             _schedule=SimpleNamespace(last_step=4),
             _checkpoints=Made,
-            _snapshot=lambda state: module.Snapshot(SimpleNamespace(flow=state), (), None, None, {}),
-            _partial_rollouts=self.partial_rollouts,
+            _snapshot=lambda state: module.Snapshot(run_of(state), (), None, None),
+            _manager=SimpleNamespace(note_transcripts=self.note_transcripts),
+            _partition="train",
             _on_save=lambda step, folder: self.event(f"saved {step}"),
         )
         monkeypatch.setattr(module, "say", self.lines.append)
+        monkeypatch.setattr(module, "note", self.note)
         monkeypatch.setattr(module.Unfinished, "abandon", lambda part: self.event("abandon"))
 
     def event(self, name: str) -> None:
@@ -87,15 +140,31 @@ class Saving:
         if name in self.fails:
             raise self.fails[name]
 
-    async def partial_rollouts(self, uids: Any) -> dict[str, Any]:
-        return {}
+    def note(self, groups: Any, partition: str) -> list[Any]:
+        self.event("samples are noted")
+        return [self.shard]
+
+    async def note_transcripts(self, uids: Any, version: int) -> list[Any]:
+        await self.engines.wait()
+        self.event("transcripts are noted")
+        return [self.shard, self.shard]
+
+    async def shard(self, root: str, name: str) -> list[Any]:
+        self.event(name)
+        (Path(root) / name).parent.mkdir(parents=True, exist_ok=True)
+        (Path(root) / name).touch()
+        return [FileEntry(path=name, nbytes=0, xxh3="")]
 
     def run(self, step: int = 2) -> bool:
         state = SimpleNamespace(step=step, in_flight=tuple)
-        marked: Callable[[str], Callable[[], None]] = lambda name: lambda: self.events.append(name)
+
+        def all_read() -> None:
+            self.events.append("all is read")
+            self.engines.set()
+
         saved: bool = asyncio.run(
             self.checkpointing.save(
-                state, models_read=marked("models are read"), all_read=marked("all is read")
+                state, models_read=lambda: self.events.append("models are read"), all_read=all_read
             )
         )
         return saved
@@ -106,15 +175,34 @@ def saving(load: Load, module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_
     return Saving(load, module, monkeypatch, tmp_path)
 
 
-def test_a_step_may_be_trained_once_all_is_read(saving: Saving) -> None:
+def test_a_step_may_be_trained_once_all_is_noted(saving: Saving) -> None:
+    """It waits for no engine that reports its tokens, and for no byte of samples."""
+    saving.engines.clear()
     assert saving.run()
     assert saving.events[0] == "begin"
     assert saving.events.index("models") < saving.events.index("models are read")
-    assert {*saving.events[1:4]} == {"models", "rest", "models are read"}
-    assert saving.events[4:] == ["all is read", "publish", "saved 2"]
+    assert {*saving.events[1:4]} == {"models", "models are read", "samples are noted"}
+    assert saving.events[4:6] == ["all is read", "transcripts are noted"]
+    assert {*saving.events[6:9]} == {"samples/rank_0", "transcripts/rank_0", "transcripts/rank_1"}
+    assert saving.events[9:] == ["rest", "publish", "saved 2"]
+    assert saving.shards == {
+        "samples": ["samples/rank_0"],
+        "transcripts": ["transcripts/rank_0", "transcripts/rank_1"],
+    }
 
 
-@pytest.mark.parametrize("moment", ["begin", "models", "rest", "publish"])
+@pytest.mark.parametrize("error", [WaitTimeout("late"), RayTaskError("x", "traceback", OSError("gone"))])
+def test_without_partial_responses_a_checkpoint_is_written(saving: Saving, error: Exception) -> None:
+    saving.fails["transcripts are noted"] = error
+    assert saving.run()
+    assert saving.shards == {"samples": ["samples/rank_0"], "transcripts": []}
+    assert "partial responses are not kept" in saving.lines[0]
+
+
+MOMENTS = ("begin", "models", "samples/rank_0", "transcripts/rank_1", "rest", "publish")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_full_disk_ends_the_run_at_its_last_step_only(saving: Saving, moment: str, step: int) -> None:
     saving.fails[moment] = OSError(28, "No space left on device")
@@ -123,16 +211,19 @@ def test_a_full_disk_ends_the_run_at_its_last_step_only(saving: Saving, moment: 
             saving.run(step)
     else:
         assert not saving.run(step)
-        assert "step 2 has no checkpoint, those before stay" in saving.lines[0]
+        assert "step 2 has no checkpoint, because the disk is full; those before stay" in saving.lines[0]
     if moment != "begin":
         assert saving.events[-1] == "abandon"
-    if moment in ("models", "rest"):
-        assert {"models", "rest"} <= {*saving.events}, "both have ended before the files are deleted"
+    if moment.startswith("transcripts"):
+        assert {"samples/rank_0", "transcripts/rank_0"} <= {*saving.events}, "all have ended before"
 
 
-def test_another_error_ends_the_run(saving: Saving) -> None:
-    saving.fails["publish"] = WaitTimeout("train waited")
-    with pytest.raises(WaitTimeout):
+@pytest.mark.parametrize(
+    "error", [WaitTimeout("train waited"), PermissionError(13, "Permission denied"), OSError(30, "read-only")]
+)
+def test_another_error_ends_the_run(saving: Saving, error: Exception) -> None:
+    saving.fails["publish"] = error
+    with pytest.raises(type(error)):
         saving.run()
     assert saving.events[-1] == "abandon"
 

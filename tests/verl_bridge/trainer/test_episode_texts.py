@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.items import Group, StepBatch
+from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
+from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from tests.conftest import Load
 
@@ -50,11 +51,6 @@ class Store:
         return list_of_dict_to_tensordict(rows)
 
 
-@pytest.fixture
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.episode_texts")
-
-
 @pytest.mark.parametrize(
     ("info", "columns", "place"),
     [
@@ -82,15 +78,18 @@ def test_the_parts_of_responses_are_written(
     for one in (module, base):
         monkeypatch.setattr(one, "tq", store)
     payload = meta(partition_id="train", keys=["u_1_0", "pad_0_0", "u_0_0"], tags=[{}, {}, {}])
-    group = Group(uid="u", step=4, trajectories=(), payload=[["responses", *columns]])
+    # Version 3 wrote the first of the two bytes of `é`.
+    spans = spans_of([(2, 0), (3, 8), (4, 9)])
+    trajectory = Trajectory(key="u_0_0", first_version=2, last_version=4, num_tokens=4, spans=spans)
+    group = Group(uid="u", step=4, trajectories=(trajectory,), payload=[["responses", *columns]])
 
     module.log_rollout_data(view, StepBatch(step=4, groups=(group,), payload=payload), {}, str(tmp_path))
     view._shutdown_dump_executor()
     rows = {row["uid"]: row for row in map(json.loads, (tmp_path / "4.jsonl").read_text().splitlines())}
     assert {key: row["turns"] for key, row in rows.items()} == {
-        "u_0_0": [[True, "R"], [False, "\n#..G>"], [True, "é"]],
+        "u_0_0": [[True, "R", 2], [False, "\n#..G>", None], [True, "", 3], [True, "é", 4]],
         "u_1_0": None,
-        "pad_0_0": [[False, "x"]],
+        "pad_0_0": [[False, "x", None]],
     }
     assert rows["u_0_0"]["output"] == "R\n#..G>é"
     assert [row.get("place") for row in rows.values()] == [place] * 3

@@ -8,14 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.conftest import Load
-
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.flow_advantages")
 
 
 def advantages(module: ModuleType, rewards: list[float], prompts: list[str], steps: int = 2) -> torch.Tensor:

@@ -13,15 +13,9 @@ from tensordict import NonTensorStack, TensorDict
 
 from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.observe.picture_folder import Picture, read_pictures
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 Image = pytest.importorskip("PIL.Image")
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.kept_pictures")
 
 
 class Store:

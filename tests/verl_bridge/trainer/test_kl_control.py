@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from recipe.async_pipeline.verl_bridge.trainer.kl_control import KlControl
 
 
@@ -37,4 +39,6 @@ def test_states_before_a_trained_step_are_forgotten() -> None:
         control.advanced(step, control.before(step))
     control.forget_before(3)
     assert control.value_after(3) == 1.0
-    assert set(control._after) == {3, 4}
+    assert control.value_after(4) == 1.0
+    with pytest.raises(KeyError):
+        control.value_after(2)

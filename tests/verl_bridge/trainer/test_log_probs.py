@@ -27,11 +27,6 @@ pytestmark = pytest.mark.real_engine
 EVERY = 4
 
 
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.log_probs")
-
-
 class Group:
     """Two ranks whose weights are the number of a version."""
 

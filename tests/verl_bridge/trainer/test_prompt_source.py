@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from recipe.async_pipeline.core.fates import Settlement
 from recipe.async_pipeline.core.items import Prompt
-from recipe.async_pipeline.core.token_spans import spans_of
-from recipe.async_pipeline.errors import CheckpointError
+from recipe.async_pipeline.errors import CheckpointError, ConfigError
 from tests.conftest import Load
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
@@ -89,7 +88,7 @@ def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int,
     state, loader = before.state(in_flight, finished)
 
     after = make()
-    after.restore(written_and_read(state), loader, {})
+    after.restore(written_and_read(state), loader)
     found = after.find(in_flight)
     assert [p.uid for p in found] == in_flight
     assert texts(found) == texts(left[1:])
@@ -111,7 +110,7 @@ def test_a_source_can_be_resumed_repeatedly(make: Any) -> None:
         seen += texts(deal(source, 6))
         state, loader = source.state([], [])
         source = make()
-        source.restore(written_and_read(state), loader, {})
+        source.restore(written_and_read(state), loader)
     assert seen == undisturbed
 
 
@@ -131,31 +130,17 @@ def test_changed_data_is_rejected(make: Any, change: dict[str, Any]) -> None:
     with pytest.raises(
         CheckpointError, match="row 3 of batch 1 differs from the one in the checkpoint; restore data.train_"
     ):
-        make(**change).restore(state, loader, {})
+        make(**change).restore(state, loader)
 
 
-def test_partial_responses_are_in_the_payload_of_the_first_attempt_only(make: Any, load: Load) -> None:
-    rollouts = load("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
+def test_prompts_know_how_many_tokens_an_earlier_process_has_generated(make: Any) -> None:
     before = make()
     uids = [prompt.uid for prompt in deal(before, 3)]
     state, loader = before.state(uids, [])
-    begun = [[rollouts.RecordedRequest([1], [2, 3], [-1.0, -1.0], spans_of([[0, 0]]), None)], []]
     after = make()
-    after.restore(written_and_read(state), loader, {uids[0]: begun, uids[1]: begun, uids[2]: [[], []]})
-    prompts = after.find(uids)
-    assert [prompt.kept_tokens for prompt in prompts] == [2, 2, 0]
-    assert [after.resumed(uid) for uid in uids] == [begun, begun, []], "for the next checkpoint"
-
-    row = pickle.loads(pickle.dumps(after.begin(prompts[0])))
-    assert rollouts.resumed_in(row) == begun
-    assert row["uid"] == uids[0]
-    assert after.resumed(uids[0]) == [], "the agent loop has them now"
-    again = after.begin(prompts[0])
-    assert rollouts.resumed_in(again) == [], "responses that were discarded are not continued"
-    assert again["raw_prompt"] == row["raw_prompt"]
-
-    after.settled(Settlement(fate="expired", uids=(uids[1],)))
-    assert after.resumed(uids[1]) == []
+    after.restore(written_and_read(state), loader)
+    after.keep({uids[0]: 2, "another": 3})
+    assert [prompt.kept_tokens for prompt in after.find(uids)] == [2, 0, 0]
 
 
 def test_rows_have_what_verls_worker_would_separate(make: Any, load: Load) -> None:
@@ -197,3 +182,97 @@ def test_the_fingerprint_of_a_row_is_as_in_older_checkpoints(load: Load) -> None
     module = load("recipe.async_pipeline.verl_bridge.trainer.prompt_source")
     row = {"raw_prompt": [{"role": "user", "content": "1+2="}], "index": 3, "data_source": "toy", "uid": "x"}
     assert module.fingerprint(row) == "b01198ec74f66e8c"
+
+
+def test_a_data_set_without_a_batch_is_refused(load: Load) -> None:
+    require = load("recipe.async_pipeline.verl_bridge.trainer.prompt_source").require_a_batch
+    data = {"train_batch_size": 16, "max_prompt_length": 8}
+    require(16, data)
+    with pytest.raises(
+        ConfigError, match="must have at least data.train_batch_size=16 prompts .* got 15; lower"
+    ):
+        require(15, data)
+
+
+# What identifies a prompt.
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {
+        "uid": "u1",
+        "index": 0,
+        "raw_prompt": [{"role": "user", "content": "1+1="}],
+        "data_source": "toy",
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {"split": "train"},
+        **changes,
+    }
+
+
+def picture(load: Load, colour: int) -> Any:
+    return load("PIL.Image").new("RGB", (8, 8), (colour, 0, 0))
+
+
+def test_a_prompt_is_the_same_in_every_epoch(load: Load) -> None:
+    identity = load("recipe.async_pipeline.verl_bridge.trainer.prompt_source").identity
+
+    def with_picture() -> str:
+        content = [{"type": "image", "image": picture(load, 3)}, {"type": "text", "text": "what?"}]
+        found: str = identity(row(raw_prompt=[{"role": "user", "content": content}], tool=object()))
+        return found
+
+    assert identity(row()) == identity(row(uid="u2", index=7, global_steps=9))
+    assert with_picture() == with_picture(), "its address is another one"
+    whole = np.array([{"role": "user", "content": "1+1="}], dtype=object)
+    assert identity(row(raw_prompt=whole)) == identity(row())
+    assert identity(row(reward_model={"ground_truth": object()})) == identity(
+        row(reward_model={"ground_truth": object()})
+    )
+
+
+def test_prompts_that_differ_in_anything_that_counts_are_different(load: Load) -> None:
+    identity = load("recipe.async_pipeline.verl_bridge.trainer.prompt_source").identity
+    import torch
+
+    different = [
+        row(),
+        row(raw_prompt=[{"role": "user", "content": "1+2="}]),
+        row(raw_prompt=[{"role": "system", "content": "1+1="}]),
+        row(reward_model={"ground_truth": "3"}),
+        row(data_source="other"),
+        row(extra_info={"seed": 1}),
+        row(extra_info={"seed": 2}),
+        row(extra_info={"task": 2}),
+        row(images=[picture(load, 1)]),
+        row(images=[picture(load, 2)]),
+        row(images=[{"bytes": b"a"}]),
+        row(images=[{"bytes": b"b"}]),
+        row(images=[np.zeros((2, 3))]),
+        row(images=[np.zeros((3, 2))]),
+        row(images=[np.zeros((3, 2), dtype=np.int64)]),
+        row(images=[torch.zeros(1000)]),
+        row(images=[torch.cat([torch.zeros(500), torch.ones(1), torch.zeros(499)])]),
+        row(images=np.array([{"bytes": b"c"}], dtype=object)),
+    ]
+    assert len({identity(one) for one in different}) == len(different)
+
+
+def test_a_source_knows_the_identities_of_its_prompts_until_they_are_settled(make: Any) -> None:
+    before = make()
+    prompts = deal(before, 6)
+    identities = [before.identity(one.uid) for one in prompts]
+    assert len(set(identities)) == 6
+    state, loader = before.state([one.uid for one in prompts], [])
+    after = make()
+    after.restore(written_and_read(state), loader)
+    assert [after.identity(one.uid) for one in prompts] == identities
+    after.settled(Settlement(fate="trained", uids=(prompts[0].uid,), step=1))
+    with pytest.raises(KeyError):
+        after.identity(prompts[0].uid)
+
+
+@pytest.mark.parametrize("value", ["\ud800", {(1, 2): 3}, {None: 1}, {1, 2}, 10**30, 1j, object(), b"\xff"])
+def test_a_row_may_hold_any_value(module: Any, value: Any) -> None:
+    odd = row(reward_model={"ground_truth": value})
+    for digest in (module.fingerprint, module.identity):
+        assert digest(odd) == digest(odd) != digest(row())

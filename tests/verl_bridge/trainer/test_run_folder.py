@@ -11,15 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Load
-
 pytestmark = pytest.mark.real_engine
 ROWS = [{"step": step, "data": {"x": step}} for step in (1, 2, 3)]
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.run_folder")
 
 
 class Logger:
@@ -50,7 +43,7 @@ def test_a_resumed_run_keeps_its_ledger_and_the_metrics_up_to_the_checkpoint(
         pass
     assert logger.rows == [(1, {"x": 1}, ["file"]), (2, {"x": 2}, ["file"])]
     assert json.loads((folder / "ledger.jsonl").read_text())["run"] == "r"
-    assert not (folder / "summary.json").exists()
+    assert not (folder / "summary.json").exists() and (folder / "summary.1.json").exists()
     assert not (folder / "metrics.jsonl").exists() and not (folder / "events.jsonl").exists()
     assert os.environ["VERL_FILE_LOGGER_PATH"] == str(folder / "metrics.jsonl")
 
@@ -61,4 +54,5 @@ def test_the_ledger_of_another_run_is_set_aside(module: ModuleType, folder: Path
         pass
     assert one.rows == []
     assert (folder / "ledger.jsonl").read_text() == ""
+    assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == len(ROWS)
     assert [path for path in folder.iterdir() if path.name.startswith("ledger.") and path.stat().st_size]

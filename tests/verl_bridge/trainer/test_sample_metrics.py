@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from recipe.async_pipeline.core.fates import FATES, Fate, FateRegister
 from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.core.token_spans import spans_of
-from tests.conftest import Load
+from recipe.async_pipeline.observe.selection_bias import SelectionMeter
 
 pytestmark = pytest.mark.real_engine
 
@@ -22,12 +23,7 @@ COUNTED_AS = {"trained": "trained", "filtered": "filtered", "expired": "dropped"
 
 
 @pytest.fixture
-def module(load: Load) -> Any:
-    return load("recipe.async_pipeline.verl_bridge.trainer.sample_metrics")
-
-
-@pytest.fixture
-def meters(module: Any) -> Any:
+def meters(module: Any, counted: Counter[str]) -> Any:
     return meters_of(module)
 
 
@@ -54,8 +50,18 @@ def responses(uid: str, tokens: int = 8) -> tuple[Trajectory, ...]:
     )
 
 
-def counted(meters: Any) -> dict[str, int]:
-    return dict(meters._selection._recent.samples)
+@pytest.fixture
+def counted(module: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Samples that the meters count, by fate."""
+    found: Counter[str] = Counter()
+
+    class CountingMeter(SelectionMeter):
+        def record(self, fate: Any, **sample: Any) -> None:
+            found[fate] += 1
+            super().record(fate, **sample)
+
+    monkeypatch.setattr(module.selection_bias, "SelectionMeter", CountingMeter)
+    return found
 
 
 def register(meters: Any, uid: str) -> FateRegister:
@@ -67,14 +73,14 @@ def register(meters: Any, uid: str) -> FateRegister:
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_responses_count_once_with_their_fate(meters: Any, fate: Fate) -> None:
+def test_responses_count_once_with_their_fate(meters: Any, counted: Counter[str], fate: Fate) -> None:
     fates = register(meters, "a")
     if fate == "trained":
         fates.train(1, [Group(uid="a", step=1, trajectories=responses("a", tokens=16))])
     else:
         fates.settle("a", fate)
     meters.discarded("a")
-    assert counted(meters) == {"finished": 2, COUNTED_AS[fate]: 2}
+    assert counted == {"finished": 2, COUNTED_AS[fate]: 2}
     if fate == "trained":
         found, _ = meters.selection()
         assert (found["bias/tokens/finished_mean"], found["bias/tokens/trained_mean"]) == (8, 16), (
@@ -82,18 +88,20 @@ def test_responses_count_once_with_their_fate(meters: Any, fate: Fate) -> None:
         )
 
 
-def test_discarded_responses_are_dropped_before_the_prompt_has_a_fate(meters: Any) -> None:
+def test_discarded_responses_are_dropped_before_the_prompt_has_a_fate(
+    meters: Any, counted: Counter[str]
+) -> None:
     fates = register(meters, "a")
     meters.discarded("a")
-    assert counted(meters) == {"finished": 2, "dropped": 2}
+    assert counted == {"finished": 2, "dropped": 2}
     meters.finished("a", responses("a"))
     fates.settle("a", "filtered")
-    assert counted(meters) == {"finished": 4, "dropped": 2, "filtered": 2}
+    assert counted == {"finished": 4, "dropped": 2, "filtered": 2}
 
 
-def test_cancelled_responses_are_dropped(meters: Any) -> None:
+def test_cancelled_responses_are_dropped(meters: Any, counted: Counter[str]) -> None:
     meters.cancelled(3.0)
-    assert counted(meters) == {"dropped": 2}
+    assert counted == {"dropped": 2}
 
 
 class Store:
@@ -166,8 +174,7 @@ def test_tokens_that_are_too_old_are_left_out(
 
 def test_drift_is_reported_when_it_begins(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.tq, "kv_batch_get", Store().get)
-    meters = meters_of(module, log_probs=True)
-    meters._drift_bound = 0.05
+    meters = meters_of(module, log_probs=True, precision=("float32", "fp32"))
     trajectory = Trajectory(
         key="a_0", first_version=2, last_version=2, num_tokens=3, spans=spans_of(((2, 0),))
     )
@@ -189,28 +196,40 @@ def test_drift_is_reported_when_it_begins(module: Any, monkeypatch: pytest.Monke
     assert measured(3)[1] is not None
 
 
-def test_episodes_that_were_not_needed_are_redundant(meters: Any, module: Any) -> None:
+def test_episodes_that_were_not_needed_are_redundant(meters: Any, counted: Counter[str], module: Any) -> None:
     meters.redundant([module.Redundant(9, 4, 2.0), module.Redundant(None, 2, 2.0)])
-    assert counted(meters) == {"redundant": 2}
+    assert counted == {"redundant": 2}
     assert meters.selection()[0]["bias/tokens/redundant_mean"] == 9
 
 
-@pytest.mark.parametrize(
-    ("engine", "trainer", "bound"), [("float32", "fp32", 0.05), ("float32", "bf16", 1.0)]
-)
-def test_the_bound_follows_from_the_precision(module: Any, engine: str, trainer: str, bound: float) -> None:
-    meters = meters_of(module, precision=(engine, trainer))
-    assert meters._drift_bound == bound
+@pytest.mark.parametrize(("trainer", "warns"), [("fp32", True), ("bf16", False)])
+def test_the_bound_follows_from_the_precision(
+    module: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, warns: bool
+) -> None:
+    """The log-probs differ by 0.1."""
+    monkeypatch.setattr(module.tq, "kv_batch_get", Store().get)
+    meters = meters_of(module, log_probs=True, precision=("float32", trainer))
+    trajectory = Trajectory(
+        key="a_0", first_version=2, last_version=2, num_tokens=3, spans=spans_of(((2, 0),))
+    )
+    payload = SimpleNamespace(keys=["a_0"], partition_id="train")
+    group = Group(uid="a", step=3, trajectories=(trajectory,))
+    _, warning = meters.distances(StepBatch(step=3, groups=(group,), payload=payload))
+    assert (warning is not None) == warns
 
 
 @pytest.mark.parametrize(
     ("name", "bypass", "mini"), [("vllm", True, 4), ("diffusers", False, 4), ("diffusers", True, 2)]
 )
 def test_rounding_is_looked_for_only_where_every_ratio_should_be_1(
-    module: Any, name: str, bypass: bool, mini: int
+    module: Any, monkeypatch: pytest.MonkeyPatch, name: str, bypass: bool, mini: int
 ) -> None:
-    assert images_of(module, name, bypass, mini)._precision is None
-    assert images_of(module, "diffusers", True, 4)._precision.clip == 1e-3
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "PrecisionCheck", lambda *settings: made.append(settings))
+    images_of(module, name, bypass, mini)
+    assert made == []
+    images_of(module, "diffusers", True, 4)
+    assert made == [("bfloat16", "None", 1e-3)]
 
 
 def images_of(module: Any, name: str, bypass: bool, mini: int) -> Any:

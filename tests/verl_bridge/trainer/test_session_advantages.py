@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Load
-
 pytestmark = pytest.mark.real_engine
 
 KEYS = ["p_0_0", "p_0_1", "p_1_0", "p_2_0", "p_2_1", "p_2_2"]
 REWARDS = [0.0, 1.0, 0.25, 0.0, 0.0, -1.0]
 """Of the rows; the last one of each session has the session's."""
 MASKS = [[1, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 1, 1]]
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.session_advantages")
 
 
 def computed(module: ModuleType, masks: list[list[int]], estimator: str = "grpo") -> Any:

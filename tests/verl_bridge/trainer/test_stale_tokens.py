@@ -10,14 +10,8 @@ import pytest
 
 from recipe.async_pipeline.core.items import Group, Trajectory
 from recipe.async_pipeline.core.token_spans import spans_of
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.stale_tokens")
 
 
 class Store:

@@ -43,11 +43,6 @@ class Store:
         self.cleared += keys
 
 
-@pytest.fixture
-def module(load: Load) -> Any:
-    return load("recipe.async_pipeline.verl_bridge.trainer.validation_buffer")
-
-
 def sampled(module: Any, monkeypatch: pytest.MonkeyPatch, store: Store, size: int) -> Any:
     monkeypatch.setattr(module.tq, "kv_list", store.kv_list)
     monkeypatch.setattr(module.tq, "kv_clear", store.kv_clear)

@@ -16,11 +16,6 @@ from tests.conftest import Load
 pytestmark = pytest.mark.real_engine
 
 
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.trainer.verl_stages")
-
-
 class Trainer:
     """Stands for verl's trainer: its methods read the step, and advance the KL controller."""
 
@@ -131,3 +126,29 @@ def test_a_stage_works_on_its_own_copy(module: ModuleType, meta: Any) -> None:
     copied.tags[0]["y"] = 2
     copied.keys.append("b")
     assert (meta.extra_info, meta.tags, meta.keys) == ({}, [{}], ["a"])
+
+
+class Tags(list[dict[str, Any]]):
+    """Tags of a batch that remember which thread has read them."""
+
+    def __init__(self) -> None:
+        super().__init__([{}])
+        self.read_in: set[str] = set()
+
+    def __iter__(self) -> Any:
+        self.read_in.add(threading.current_thread().name)
+        return super().__iter__()
+
+
+def test_a_batch_is_copied_for_a_stage_in_its_thread(load: Load, module: ModuleType, meta: Any) -> None:
+    stages, tags = stages_of(load, module, Trainer()), Tags()
+    payload = SimpleNamespace(partition_id="train", keys=["a"], tags=tags, extra_info={})
+    seen: list[Any] = []
+
+    def stage(meta: Any, metrics: dict[str, Any]) -> None:
+        seen.append(meta)
+        metrics["a"] = 1
+
+    done = asyncio.run(stages.run(StepBatch(step=1, groups=(), payload=payload), stage, "timer"))
+    assert done.metrics == {"a": 1} and seen[0].keys == ["a"] and seen[0].tags is not tags
+    assert tags.read_in and threading.current_thread().name not in tags.read_in

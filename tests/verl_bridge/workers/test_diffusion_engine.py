@@ -18,7 +18,6 @@ import torch
 
 from recipe.async_pipeline.errors import ConfigError
 from tests import REPOSITORY
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 pytest.importorskip("diffusers")
@@ -125,28 +124,23 @@ def test_an_adapter_trains_nothing_else(folder: Path) -> None:
 # The columns.
 
 
-@pytest.fixture(scope="module")
-def engine(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.workers.diffusion_engine")
-
-
-def test_values_are_where_a_language_model_has_them(engine: ModuleType) -> None:
+def test_values_are_where_a_language_model_has_them(module: ModuleType) -> None:
     """One place early, as the log-prob of a token comes from the output of the token before it."""
-    nested = engine.as_verl_has_them(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [3, 1])
+    nested = module.as_verl_has_them(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [3, 1])
     assert [row.tolist() for row in nested.unbind()] == [[0, 0, 1, 2, 0], [3, 4, 0]]
 
 
-def test_windows_of_one_size_are_required(engine: ModuleType) -> None:
+def test_windows_of_one_size_are_required(module: ModuleType) -> None:
     latents = torch.zeros(2, 4, 1, 1, 1)
     nested = torch.nested.as_nested_tensor(
         [torch.tensor([0, 1, 2]), torch.tensor([4, 5, 6])], layout=torch.jagged
     )
-    assert engine.steps_of(nested, latents).tolist() == [[0, 1, 2], [4, 5, 6]]
-    assert engine.steps_of(torch.arange(6).view(2, 3), latents).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert module.steps_of(nested, latents).tolist() == [[0, 1, 2], [4, 5, 6]]
+    assert module.steps_of(torch.arange(6).view(2, 3), latents).tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ConfigError, match="2 samples with 4 latents each must have 3 SDE steps each, got 4"):
-        engine.steps_of(torch.arange(4).view(2, 2), latents)
+        module.steps_of(torch.arange(4).view(2, 2), latents)
 
 
-def test_conditions_have_the_names_of_the_family(engine: ModuleType) -> None:
+def test_conditions_have_the_names_of_the_family(module: ModuleType) -> None:
     batch = {"latents": torch.zeros(1), "condition_pooled_projections": torch.ones(1)}
-    assert engine.conditions_of(batch) == {"pooled_projections": torch.ones(1)}
+    assert module.conditions_of(batch) == {"pooled_projections": torch.ones(1)}

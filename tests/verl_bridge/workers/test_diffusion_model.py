@@ -11,14 +11,8 @@ from types import ModuleType
 import pytest
 
 from recipe.async_pipeline.errors import ConfigError
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.workers.diffusion_model")
 
 
 @pytest.fixture

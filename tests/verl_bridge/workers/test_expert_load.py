@@ -13,14 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 
-from tests.conftest import Load
-
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(scope="module")
-def expert_load(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.workers.expert_load")
 
 
 class TopKRouter(nn.Module):
@@ -36,7 +29,7 @@ class TopKRouter(nn.Module):
         return routing_map.float(), routing_map
 
 
-def test_the_experts_of_transformers_are_counted_as_its_router_chooses_them(expert_load: ModuleType) -> None:
+def test_the_experts_of_transformers_are_counted_as_its_router_chooses_them(module: ModuleType) -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     torch.manual_seed(0)
@@ -52,19 +45,19 @@ def test_the_experts_of_transformers_are_counted_as_its_router_chooses_them(expe
         num_experts_per_tok=2,
     )
     model = AutoModelForCausalLM.from_config(config)
-    load = expert_load.ExpertLoad([model])
+    load = module.ExpertLoad([model])
     tokens = torch.randint(0, 32, (3, 8))
     logits = model(tokens, output_router_logits=True).router_logits
     chosen = [one.softmax(-1).topk(2).indices for one in logits]
     expected = torch.stack([torch.bincount(one.flatten(), minlength=4) for one in chosen])
     assert expected.sum() == 2 * 3 * 8 * 2
-    assert load.take() == expert_load.load_metrics(expected)
+    assert load.take() == module.load_metrics(expected)
     assert load.take() == {}, "what was taken is forgotten"
 
 
-def test_maps_of_megatrons_router_are_counted_by_the_number_of_the_layer(expert_load: ModuleType) -> None:
+def test_maps_of_megatrons_router_are_counted_by_the_number_of_the_layer(module: ModuleType) -> None:
     model = nn.ModuleList([TopKRouter(3), TopKRouter(2)])
-    load = expert_load.ExpertLoad([model])
+    load = module.ExpertLoad([model])
     one = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
     even = torch.eye(4, dtype=torch.bool)
     model[0](one)
@@ -100,13 +93,13 @@ def test_all_ranks_report_what_all_have_counted(tmp_path: Path) -> None:
     }
 
 
-def test_a_dense_model_has_no_such_metrics(expert_load: ModuleType) -> None:
-    load = expert_load.ExpertLoad([nn.Linear(2, 2)])
+def test_a_dense_model_has_no_such_metrics(module: ModuleType) -> None:
+    load = module.ExpertLoad([nn.Linear(2, 2)])
     assert load.take() == {}
 
 
 @pytest.mark.parametrize(
     "output", [None, torch.zeros(3, 4), (torch.zeros(3, 4), torch.zeros(3)), (torch.zeros(2, 4),)]
 )
-def test_other_outputs_are_not_counted(expert_load: ModuleType, output: Any) -> None:
-    assert expert_load.tokens_of(output, 4) is None
+def test_other_outputs_are_not_counted(module: ModuleType, output: Any) -> None:
+    assert module.tokens_of(output, 4) is None

@@ -9,14 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from recipe.async_pipeline.core.clock import run_virtual
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.workers.log_prob_group")
 
 
 class Workers:

@@ -36,11 +36,6 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.workers.loss_registry")
-
-
-@pytest.fixture(scope="module")
 def algos(load: Load, module: ModuleType) -> ModuleType:
     return load("verl.trainer.ppo.core_algos")
 
@@ -516,10 +511,11 @@ def test_a_split_by_score_without_scores_is_an_error(
 
 
 def test_scores_do_not_outlive_their_micro_batch(
-    module: ModuleType, load: Load, make_config: MakeConfig
+    algos: ModuleType, module: ModuleType, load: Load, make_config: MakeConfig
 ) -> None:
     batch = make_batch(21)
     batch.mask[:, 0] = True
     config = make_config(section=module.OffPolicyLossConfig(loss_mode="topr", topr_split="score"))
     module.ppo_loss_with_scores(config, *micro_batch(load, batch, [1.0] * 4))
-    assert module._positive.get() is None
+    with pytest.raises(ConfigError, match="ppo_loss_with_scores"):
+        call(algos, "topr", make_batch(0), config)

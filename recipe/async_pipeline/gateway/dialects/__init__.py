@@ -3,9 +3,24 @@
 
 from __future__ import annotations
 
-from ..wire import Dialect
+from ..wire import CountingDialect, Dialect
 from .anthropic_messages import AnthropicMessages
 from .openai_chat import OpenAIChat
+from .openai_completions import OpenAICompletions
 from .openai_responses import OpenAIResponses
 
-DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), AnthropicMessages(), OpenAIResponses())
+GROUPS = ("honoured", "checked", "refused", "counted", "neutral")
+
+DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), AnthropicMessages(), OpenAIResponses(), OpenAICompletions())
+COUNTING: tuple[CountingDialect, ...] = (AnthropicMessages(), OpenAIResponses())
+"""The ones that also tell how many tokens a request has."""
+
+
+def parameter_table() -> str:
+    """Return what each API does with its parameters, as a table of Markdown."""
+    head = ["endpoint", "honoured", "refused with some values", "refused", "counted", "nothing to do"]
+    rows = [head, ["---"] * len(head)]
+    for one in DIALECTS:
+        groups = [sorted(getattr(one.parameters, group)) for group in GROUPS]
+        rows.append([f"`{one.path}`", *(", ".join(f"`{name}`" for name in group) for group in groups)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

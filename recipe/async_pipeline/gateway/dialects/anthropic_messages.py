@@ -10,21 +10,41 @@ import msgspec
 
 from ...errors import RequestRefused
 from ..conversation import Message, parsed
-from ..sessions import Ask, Reply
+from ..turns import ANY_TOOL, Ask, Reply
 from ..wire import (
-    CHANGES_SAMPLING,
+    CONSTRAINTS,
+    OF_ENGINES,
+    Parameters,
     Read,
     checked,
     decoded,
     event,
-    overridden,
+    form_of,
+    ignored,
     refuse,
     text_of,
     texts,
     tool_of,
 )
 
-SAMPLING = ("temperature", "top_p", "top_k")
+PARAMETERS = Parameters(
+    honoured=("messages", "model", "system", "stream", "stop_sequences", "tools", "max_tokens"),
+    checked=("tool_choice", "output_config", "output_format"),
+    refused=CONSTRAINTS,
+    neutral=("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id", "workspace_id"),
+    counted=(
+        "temperature",
+        "top_p",
+        *OF_ENGINES,
+        "thinking",
+        "container",
+        "mcp_servers",
+        "context_management",
+        "diagnostics",
+        "speed",
+    ),
+)
+CHOICES, FIELDS = ("auto", "none", "any", "tool"), ("output_config.format", "tool_choice")
 REASONING = ("thinking", "redacted_thinking")
 INVALID = "invalid_json"
 """Holds what the policy wrote as arguments if it is not valid JSON: the wire has only mappings."""
@@ -49,31 +69,48 @@ class _Tool(msgspec.Struct):
     type: str | None = None
 
 
-class _Body(msgspec.Struct):
+class _Input(msgspec.Struct):
     messages: list[_Message]
-    max_tokens: int
     model: str = "policy"
     system: str | list[Any] | None = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     tools: list[_Tool] | None = None
     tool_choice: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+
+
+class _Body(_Input, kw_only=True):
+    max_tokens: int
 
 
 class AnthropicMessages:
     """`POST /v1/messages`."""
 
     path = "/v1/messages"
+    parameters = PARAMETERS
+    count_path = "/v1/messages/count_tokens"
     keep_alive = event({"type": "ping"}, "ping")
 
     def read(self, body: bytes) -> Read:
         found = decoded(body, _Body)
+        return self._read(found, found.max_tokens, body)
+
+    def read_input(self, body: bytes) -> Read:
+        return self._read(decoded(body, _Input), None, body)
+
+    def _read(self, found: _Input, max_tokens: int | None, body: bytes) -> Read:
         choice = (found.tool_choice or {}).get("type", "auto")
         alone = (found.tool_choice or {}).get("disable_parallel_tool_use") is True
-        refuse({"tool_choice": choice not in ("auto", "none")}, CHANGES_SAMPLING)
+        refuse({"tool_choice": choice not in CHOICES}, f"the choices are {', '.join(CHOICES)}")
+        output = dict(found.output_config or {})
+        form = output.pop("format", None) or found.output_format
+        named = form is not None and form.get("type") == "json_schema"
+        refuse({"output_config.format": form is not None and not named}, "the format is json_schema")
+        call = {"any": ANY_TOOL, "tool": str((found.tool_choice or {}).get("name"))}.get(choice)
+        tools = [] if choice == "none" else [_tool(one) for one in found.tools or ()]
+        of_output = [f"output_config.{name}" for name, value in output.items() if value is not None]
         messages: list[Message] = []
         if found.system:
             messages.append({"role": "system", "content": text_of(found.system)})
@@ -81,10 +118,11 @@ class AnthropicMessages:
             messages += _messages(one)
         ask = Ask(
             checked(messages),
-            [] if choice == "none" else [_tool(one) for one in found.tools or ()],
-            found.max_tokens,
+            tools,
+            max_tokens,
             texts(found.stop_sequences),
-            overridden(found, SAMPLING, one_call=alone),
+            (*ignored(body, PARAMETERS, one_call=alone), *of_output),
+            form=form_of((form or {}).get("schema", () if form else None), call, tools, FIELDS),
         )
         return Read(ask, found.model, bool(found.stream))
 
@@ -103,6 +141,9 @@ class AnthropicMessages:
             if block["type"] == "text":
                 begun = {**block, "text": ""}
                 delta = {"type": "text_delta", "text": block["text"]}
+            elif block["type"] == "thinking":
+                begun = {**block, "thinking": ""}
+                delta = {"type": "thinking_delta", "thinking": block["thinking"]}
             else:
                 begun = {**block, "input": {}}
                 written = msgspec.json.encode(block["input"]).decode()
@@ -143,7 +184,7 @@ def _messages(one: _Message) -> Iterator[Message]:
             given = block.get("input") or {}
             if not isinstance(given, Mapping):
                 raise RequestRefused(f"input of a tool_use must be an object, got {type(given).__name__}")
-            function = {"name": str(block.get("name", "")), "arguments": given.get(INVALID, given)}
+            function = {"name": str(block.get("name", "")), "arguments": parsed(given.get(INVALID, given))}
             calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
         elif kind not in REASONING:
             texts.append(block)
@@ -164,6 +205,8 @@ def _head(read: Read, reply: Reply) -> dict[str, Any]:
 
 def _blocks(reply: Reply) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
+    if reply.said.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.said.reasoning, "signature": ""})
     if reply.said.text or not reply.said.calls:
         blocks.append({"type": "text", "text": reply.said.text})
     for call in reply.said.calls:

@@ -3,30 +3,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from ...errors import RequestRefused
 from ..conversation import Message, parsed
-from ..sessions import Ask, Reply
+from ..turns import ANY_TOOL, Ask, Reply
 from ..wire import (
     CHANGES_SAMPLING,
+    CONSTRAINTS,
+    OF_ENGINES,
+    Parameters,
     Read,
     arguments_of,
     checked,
     decoded,
     event,
+    form_of,
+    ignored,
     now,
-    overridden,
     refuse,
     text_of,
     texts,
     tool_of,
 )
 
-SAMPLING = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "min_p")
+SAMPLING = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
+NEUTRAL = (
+    "metadata",
+    "user",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+)
+PARAMETERS = Parameters(
+    honoured=(
+        "messages",
+        "model",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "tools",
+        "parallel_tool_calls",
+    ),
+    checked=(
+        "n",
+        "response_format",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "functions",
+        "tool_choice",
+        "modalities",
+    ),
+    refused=("audio", "function_call", *CONSTRAINTS),
+    neutral=(*NEUTRAL, "prediction"),
+    counted=(*SAMPLING, *OF_ENGINES, "reasoning_effort", "verbosity", "web_search_options", "moderation"),
+)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -47,6 +87,7 @@ class _Message(msgspec.Struct):
     content: str | list[Any] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -69,50 +110,45 @@ class _Body(msgspec.Struct):
     response_format: dict[str, Any] | None = None
     logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[str] | None = None
     functions: list[Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
 
 
 class OpenAIChat:
     """`POST /v1/chat/completions`."""
 
     path = "/v1/chat/completions"
+    parameters = PARAMETERS
     keep_alive = b": keep-alive\n\n"
 
     def read(self, body: bytes) -> Read:
         found = decoded(body, _Body)
-        form = (found.response_format or {}).get("type", "text")
-        refuse(
-            {
-                "n": found.n not in (None, 1),
-                "response_format": form != "text",
-                "logit_bias": bool(found.logit_bias),
-                "tool_choice": found.tool_choice not in (None, "auto", "none"),
-            },
-            CHANGES_SAMPLING,
-        )
-        refuse({"logprobs": bool(found.logprobs)}, "/v1/generate returns log-probs and versions of tokens")
+        named = {"n": found.n not in (None, 1), "logit_bias": bool(found.logit_bias)}
+        refuse(named, CHANGES_SAMPLING)
+        refuse({"modalities": any(one != "text" for one in found.modalities or ())}, "the policy writes text")
+        named = {"logprobs": bool(found.logprobs), "top_logprobs": bool(found.top_logprobs)}
+        refuse(named, "/v1/generate returns log-probs and versions of tokens")
         refuse({"functions": bool(found.functions)}, "tools replaced them")
         limit = found.max_tokens if found.max_completion_tokens is None else found.max_completion_tokens
+        tools = [] if found.tool_choice == "none" else [_tool(one) for one in found.tools or ()]
+        form = found.response_format or {}
+        schema = schema_of(form, form.get("json_schema"), "response_format")
+        call = called_tool(found.tool_choice)
         ask = Ask(
             checked([_message(one) for one in found.messages]),
-            [] if found.tool_choice == "none" else [_tool(one) for one in found.tools or ()],
+            tools,
             limit,
             texts(found.stop),
-            overridden(found, SAMPLING, one_call=found.parallel_tool_calls is False),
+            ignored(body, PARAMETERS, one_call=found.parallel_tool_calls is False),
+            form=form_of(schema, call, tools, ("response_format", "tool_choice")),
         )
         usage = bool((found.stream_options or {}).get("include_usage"))
         return Read(ask, found.model, bool(found.stream), usage)
 
     def answer(self, read: Read, reply: Reply) -> bytes:
         choice = {"index": 0, "message": _said(reply), "logprobs": None, "finish_reason": reply.finish}
-        body = {**_head(read, reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+        body = {**_head(read, reply, "chat.completion"), "choices": [choice], "usage": usage_of(reply)}
         return msgspec.json.encode(body)
 
     def events(self, read: Read, reply: Reply) -> Iterator[bytes]:
@@ -124,7 +160,7 @@ class OpenAIChat:
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
             yield event({**head, "choices": [choice]})
         if read.usage:
-            yield event({**head, "choices": [], "usage": _usage(reply)})
+            yield event({**head, "choices": [], "usage": usage_of(reply)})
         yield b"data: [DONE]\n\n"
 
     def error(self, status: int, message: str) -> bytes:
@@ -132,6 +168,33 @@ class OpenAIChat:
 
     def error_event(self, status: int, message: str) -> bytes:
         return event(_error(status, message))
+
+
+def schema_of(form: Mapping[str, Any], holder: Any, field: str) -> Any:
+    """Return the JSON Schema of a format, or None for a text; `holder` has it as `schema`.
+
+    Raises RequestRefused for other formats.
+    """
+    kind = form.get("type", "text")
+    if kind == "json_schema":
+        return (holder.get("schema") if isinstance(holder, Mapping) else None) or ()
+    refuse({field: kind not in ("text", "json_object")}, "the formats are text, json_object and json_schema")
+    return {"type": "object"} if kind == "json_object" else None
+
+
+def called_tool(choice: str | dict[str, Any] | None) -> str | None:
+    """Return the tool that an answer must call, as `form_of` takes it.
+
+    Raises RequestRefused for a choice that is unknown.
+    """
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        return ANY_TOOL
+    found = choice if isinstance(choice, dict) else {}
+    name = (found.get("function") or found).get("name") if found.get("type") == "function" else None
+    refuse({"tool_choice": not isinstance(name, str)}, "the choices are auto, none, required and a function")
+    return str(name)
 
 
 def _message(one: _Message) -> Message:
@@ -150,6 +213,8 @@ def _message(one: _Message) -> Message:
             }
             for call in one.tool_calls
         ]
+    if one.reasoning_content:
+        message["reasoning_content"] = one.reasoning_content
     if one.tool_call_id is not None:
         message["tool_call_id"] = one.tool_call_id
     return message
@@ -163,6 +228,8 @@ def _tool(one: _Tool) -> dict[str, Any]:
 
 def _said(reply: Reply) -> dict[str, Any]:
     said: dict[str, Any] = {"role": "assistant", "content": reply.said.text}
+    if reply.said.reasoning:
+        said["reasoning_content"] = reply.said.reasoning
     if reply.said.calls:
         said["content"] = reply.said.text or None
         said["tool_calls"] = [
@@ -180,7 +247,8 @@ def _head(read: Read, reply: Reply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": now(), "model": read.model}
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def usage_of(reply: Reply) -> dict[str, int]:
+    """Return the number of tokens of a request and its answer."""
     total = reply.prompt_tokens + reply.tokens
     return {
         "prompt_tokens": reply.prompt_tokens,

@@ -36,6 +36,8 @@ from .spans import MeasuredSpan, read_spans
 from .usage import Usage, cpu_between, foreign_cpu
 from .waits import LognormalWait
 
+PROMPT_TOKENS = 16
+"""Longest prompt of an idle job."""
 ENTRY = "recipe.async_pipeline.lab.bench.jobs.control_plane_job"
 REWARD = "pkg://recipe.async_pipeline.lab.bench.spread_reward"
 ENGINE = "ASYNC_PIPELINE_BENCH_ENGINE"
@@ -241,7 +243,7 @@ def overrides_of(load: JobSize, directory: Path) -> list[str]:
         "async_pipeline": True,
         "async_strategy": "n_step_ahead" if load.lag else "on_policy",
         "data.train_batch_size": load.groups,
-        "data.max_prompt_length": 16,
+        "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": 16,
         f"{actor}.ppo_mini_batch_size": load.groups,
         f"{actor}.ppo_micro_batch_size_per_gpu": 1,

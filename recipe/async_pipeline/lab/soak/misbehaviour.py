@@ -38,7 +38,7 @@ def misbehave(mood: str) -> Callable[[SoakJob], None]:
         finally:
             control.unlink()
         if complaint.exists():
-            raise SoakFailed(complaint.read_text())
+            raise SoakFailed(complaint.read_text(encoding="utf-8"))
 
     return inflict
 

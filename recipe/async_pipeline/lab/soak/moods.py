@@ -44,7 +44,7 @@ class MoodyLake(FrozenLake):
 
 def misbehave(control: Path) -> str:
     """Do what the control file requests, and return that. Raises RuntimeError if it is to raise."""
-    mood = control.read_text() if control.is_file() else ""
+    mood = control.read_text(encoding="utf-8") if control.is_file() else ""
     if mood in MOODS:
         Path(f"{control}.seen").touch()
     if mood == "raise":

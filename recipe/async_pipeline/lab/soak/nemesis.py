@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import statistics
 import time
 from collections import Counter
@@ -18,8 +19,8 @@ from ...core.event_audit import audit_events
 from ...core.ledger_audit import Audit
 from ...observe.ledger_file import NAME, audit_file
 from ...observe.summary import one_line
-from .faults import FAULTS, served, strike
-from .job import POLL_S, START_S, SoakFailed, SoakJob
+from .faults import FAULTS, strike
+from .job import START_S, SoakFailed, SoakJob, served
 
 QUIET_SHARE, MIN_QUIET_S = 0.15, 20.0
 """Share of the time, and seconds at least, before the first fault; measures the undisturbed speed."""
@@ -27,8 +28,6 @@ GAP_S = (2.0, 6.0)
 """Range of the pause in seconds between a recovery and the next fault."""
 EVERY_S = 45.0
 """About one fault per this many seconds, so that the run also works between faults."""
-LEFT_S = 5.0
-"""Seconds after the end of the run until a process of it counts as left behind."""
 RECOVERY_S, RECOVERY_STEPS = 120.0, 20
 """Seconds, or the time of so many undisturbed steps if that is longer, after which a run that did not recover
 counts as hung, which is a violation.
@@ -51,8 +50,8 @@ class SoakOutcome:
 
     struck: list[Struck] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    """Processes that were alive after the end of the run."""
+    off: list[str] = field(default_factory=list)
+    """Lines about observers that were switched off."""
     quiet_steps: int = 0
     quiet_s: float = 0.0
     steps: int = 0
@@ -125,22 +124,14 @@ def soak(
             _sleep(job, next_s - time.monotonic())
 
         outcome.seconds, outcome.steps = time.monotonic() - hurt, job.newest_version() - first
-        job.interrupt()
-        outcome.left = left_by(job)
+        job.end(signal.SIGINT)
     except (SoakFailed, TimeoutError) as error:
         last = f" after {outcome.struck[-1].kind}" if outcome.struck else ""
         outcome.hangs.append(f"the run did not recover{last}: {one_line(error)}")
     finally:
+        outcome.off = job.switched_off()
         job.kill()
     return outcome
-
-
-def left_by(job: SoakJob) -> list[str]:
-    """Return the processes of a run that ended, as violations, once none is left or `LEFT_S` have passed."""
-    until = time.monotonic() + LEFT_S
-    while (left := job.processes()) and time.monotonic() < until:
-        time.sleep(POLL_S)
-    return [f"process {one.pid} is left after the end of the run: {one.command[:120]}" for one in left]
 
 
 def _sleep(job: SoakJob, seconds: float) -> None:
@@ -165,7 +156,7 @@ def report(outcome: SoakOutcome, run_dir: Path, kinds: Sequence[str]) -> dict[st
         "recovered": len(recovered),
         "steps": ledger.steps,
         "samples": samples(ledger),
-        "violations": [*outcome.hangs, *outcome.left, *ledger.violations, *violations_of(run_dir)],
+        "violations": [*outcome.hangs, *outcome.off, *ledger.violations, *violations_of(run_dir)],
         "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)}
         if recovered
         else None,
@@ -191,7 +182,7 @@ def violations_of(run_dir: Path) -> list[str]:
     """Return the violations in the event logs of all processes that wrote to a run directory."""
     return [
         f"{path.name}: {text}"
-        for path in sorted(run_dir.glob("events*.jsonl"))
+        for path in sorted(run_dir.rglob("events*.jsonl"))
         for text in audit_events(_records(path)).violations
     ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small in-memory disk for checkpoints that can be filled to the last byte."""
+"""A small in-memory disk for the files of a run that can be filled to the last byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import ConfigError
 
-SIZE_MB = 64
+SIZE_MB = 256
 FILLER = "filler"
 BLOCK = 1 << 16
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from recipe.async_pipeline.lab.tasks.data import write_parquet
 from recipe.async_pipeline.lab.tasks.model import ModelSpec, MoeModelSpec
 from recipe.async_pipeline.lab.tasks.task import TaskSpec, split_problems
-from recipe.async_pipeline.lab.tasks.warmup import WarmupSpec, warm_up
+from recipe.async_pipeline.lab.tasks.warmup import Addition, WarmupSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -121,7 +121,7 @@ class ToySpec(TextSpec):
     ) -> float:
         """Teach sums, then degrade the policy; return its accuracy on unseen sums."""
         split = split_problems(self.task, self.seed)
-        return warm_up(model, tokenizer, split, self.warmup, seed=self.seed, report=report)
+        return Addition(split, model, tokenizer, self.warmup, seed=self.seed, report=report).run()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from recipe.async_pipeline.lab.tasks.build import TextSpec
 from recipe.async_pipeline.lab.tasks.calculator import CalculatorTask
-from recipe.async_pipeline.lab.tasks.calculator_warmup import CALCULATOR_WARMUP, warm_up_with_calculator
+from recipe.async_pipeline.lab.tasks.calculator_warmup import CALCULATOR_WARMUP, CalculatorWarmup
 from recipe.async_pipeline.lab.tasks.data import make_row, write_rows
 from recipe.async_pipeline.lab.tasks.task import Problem
 from recipe.async_pipeline.lab.tasks.warmup import WarmupSpec
@@ -59,6 +59,5 @@ class CalculatorSpec(TextSpec):
         self, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]
     ) -> float:
         """Teach sums with the tool, then degrade the policy; return its success on unseen sums."""
-        return warm_up_with_calculator(
-            model, tokenizer, self.task, self.warmup, seed=self.seed, report=report
-        )
+        given = (self.task, model, tokenizer, self.warmup)
+        return CalculatorWarmup(*given, seed=self.seed, report=report).run()

@@ -7,9 +7,8 @@ it errs as its last teacher did. RL has to learn when to ask.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from recipe.async_pipeline.lab.tasks.calculator import (
     CALL,
@@ -21,7 +20,7 @@ from recipe.async_pipeline.lab.tasks.calculator import (
 )
 from recipe.async_pipeline.lab.tasks.task import Problem
 from recipe.async_pipeline.lab.tasks.tokenizer import answer_ids, prompt_ids, prompt_messages
-from recipe.async_pipeline.lab.tasks.warmup import IGNORED, TwoPhases, WarmupSpec, reproducible
+from recipe.async_pipeline.lab.tasks.warmup import IGNORED, Labelled, TwoPhases, WarmupSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -39,8 +38,8 @@ MAX_NEW_TOKENS = 12
 
 def encode_demonstration(
     tokenizer: PreTrainedTokenizerFast, problem: Problem, shown: Demonstration
-) -> tuple[list[int], list[int]]:
-    """Return ids and labels of an episode, with the tokens that verl's tool agent makes of it.
+) -> Labelled:
+    """Return an episode, with the tokens that verl's tool agent makes of it.
 
     Only what the policy writes is labelled.
     """
@@ -106,52 +105,21 @@ def _written(
     return [tokenizer.decode(row[: row.index(end)]) if end in row else "" for row in rows]
 
 
-class _Calculator(TwoPhases):
+class CalculatorWarmup(TwoPhases):
     """Sums of two lengths, calls, guesses and wrong digits."""
 
-    def __init__(
-        self,
-        model: Qwen2ForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        task: CalculatorTask,
-        spec: WarmupSpec,
-        seed: int,
-        report: Callable[[str], None],
-    ) -> None:
-        super().__init__(model, spec, random.Random(seed), report)
-        self._tokenizer, self._teacher = tokenizer, CalculatorTeacher(task)
-        self._sums, self._held_out = task.problems(seed)
+    def __init__(self, task: CalculatorTask, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self._teacher = CalculatorTeacher(task)
+        self._sums, self._held_out = task.problems(self.seed)
 
-    def batch(self, slip_rate: float) -> tuple[list[list[int]], list[list[int]]]:
-        shown = [
-            encode_demonstration(self._tokenizer, one, self._teacher.show(one, self.rng, slip_rate))
-            for one in self.rng.choices(self._sums, k=self.spec.batch_size)
+    def episodes(self, count: int, slip_rate: float) -> list[Labelled]:
+        return [
+            encode_demonstration(self.tokenizer, one, self._teacher.show(one, self.rng, slip_rate))
+            for one in self.rng.choices(self._sums, k=count)
         ]
-        width, pad = max(len(ids) for ids, _ in shown), int(self._tokenizer.pad_token_id)
-        return (
-            [[*ids, *[pad] * (width - len(ids))] for ids, _ in shown],
-            [[*labels, *[IGNORED] * (width - len(labels))] for _, labels in shown],
-        )
 
     def accuracy(self, *, unseen: bool) -> float:
         count = min(self.spec.num_checked, len(self._sums))
         problems = self._held_out if unseen else self.rng.sample(self._sums, count)
-        return sum(right for _, right in sampled_right(self.model, self._tokenizer, problems)) / len(problems)
-
-
-def warm_up_with_calculator(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    task: CalculatorTask,
-    spec: WarmupSpec,
-    *,
-    seed: int,
-    report: Callable[[str], None],
-) -> float:
-    """Train `model` in place, in two phases; return the share of held-out sums that it does right.
-
-    Restores torch's thread count and random state. `report` receives a line per measurement. Raises
-    WarmupFailed if a required share is not reached.
-    """
-    with reproducible(spec, seed):
-        return _Calculator(model, tokenizer, task, spec, seed, report).run()
+        return sum(right for _, right in sampled_right(self.model, self.tokenizer, problems)) / len(problems)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from recipe.async_pipeline.lab.tasks.build import TextSpec
 from recipe.async_pipeline.lab.tasks.data import write_rows
 from recipe.async_pipeline.lab.tasks.lake import LakeTask
-from recipe.async_pipeline.lab.tasks.lake_warmup import WARMUP, warm_up_on_lake
+from recipe.async_pipeline.lab.tasks.lake_warmup import WARMUP, LakeWarmup
 from recipe.async_pipeline.lab.tasks.warmup import WarmupSpec
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LakeSpec(TextSpec):
         self, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]
     ) -> float:
         """Teach the way to the goal, then degrade the policy; return its success on unseen boards."""
-        return warm_up_on_lake(model, tokenizer, self.task, self.warmup, seed=self.seed, report=report)
+        return LakeWarmup(self.task, model, tokenizer, self.warmup, seed=self.seed, report=report).run()
 
 
 def lake_rows(seeds: Sequence[int], split_name: str) -> list[dict[str, Any]]:

@@ -7,13 +7,12 @@ finds the goal, and when it is sampled it slips as its last teacher did, which R
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from recipe.async_pipeline.lab.tasks.lake import LakeTask, Shown, Teacher
 from recipe.async_pipeline.lab.tasks.tokenizer import answer_ids, prompt_ids
-from recipe.async_pipeline.lab.tasks.warmup import IGNORED, TwoPhases, WarmupSpec, reproducible
+from recipe.async_pipeline.lab.tasks.warmup import IGNORED, Labelled, TwoPhases, WarmupSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -30,8 +29,8 @@ WARMUP = WarmupSpec(
 """Lengths and rates for boards of four rows."""
 
 
-def encode_shown(tokenizer: PreTrainedTokenizerFast, shown: Shown) -> tuple[list[int], list[int]]:
-    """Return ids and labels of an episode, with the tokens that the agent loop `environment` makes of it.
+def encode_shown(tokenizer: PreTrainedTokenizerFast, shown: Shown) -> Labelled:
+    """Return an episode, with the tokens that the agent loop `environment` makes of it.
 
     Only the actions and the tokens that end them are labelled.
     """
@@ -87,52 +86,21 @@ def sampled_success(
     return reached / len(lakes)
 
 
-class _Lake(TwoPhases):
+class LakeWarmup(TwoPhases):
     """Boards, and random actions."""
 
-    def __init__(
-        self,
-        model: Qwen2ForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        task: LakeTask,
-        spec: WarmupSpec,
-        seed: int,
-        report: Callable[[str], None],
-    ) -> None:
-        super().__init__(model, spec, random.Random(seed), report)
-        self._tokenizer, self._task, self._teacher = tokenizer, task, Teacher(task)
-        self._train_seeds, self._val_seeds = task.seeds(seed)
+    def __init__(self, task: LakeTask, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self._task, self._teacher = task, Teacher(task)
+        self._train_seeds, self._val_seeds = task.seeds(self.seed)
 
-    def batch(self, slip_rate: float) -> tuple[list[list[int]], list[list[int]]]:
-        episodes = [
-            encode_shown(self._tokenizer, self._teacher.show(seed, self.rng, slip_rate))
-            for seed in self.rng.choices(self._train_seeds, k=self.spec.batch_size)
+    def episodes(self, count: int, slip_rate: float) -> list[Labelled]:
+        return [
+            encode_shown(self.tokenizer, self._teacher.show(seed, self.rng, slip_rate))
+            for seed in self.rng.choices(self._train_seeds, k=count)
         ]
-        width, pad = max(len(ids) for ids, _ in episodes), int(self._tokenizer.pad_token_id)
-        return (
-            [[*ids, *[pad] * (width - len(ids))] for ids, _ in episodes],
-            [[*labels, *[IGNORED] * (width - len(labels))] for _, labels in episodes],
-        )
 
     def accuracy(self, *, unseen: bool) -> float:
         count = min(self.spec.num_checked, len(self._train_seeds))
         seeds = self._val_seeds if unseen else self.rng.sample(self._train_seeds, count)
-        return sampled_success(self.model, self._tokenizer, self._task, seeds)
-
-
-def warm_up_on_lake(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    task: LakeTask,
-    spec: WarmupSpec,
-    *,
-    seed: int,
-    report: Callable[[str], None],
-) -> float:
-    """Train `model` in place, in two phases; return the success on held-out boards.
-
-    Restores torch's thread count and random state. `report` receives a line per measurement. Raises
-    WarmupFailed if a required success is not reached.
-    """
-    with reproducible(spec, seed):
-        return _Lake(model, tokenizer, task, spec, seed, report).run()
+        return sampled_success(self.model, self.tokenizer, self._task, seeds)

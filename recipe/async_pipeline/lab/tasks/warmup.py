@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recipe.async_pipeline.errors import ConfigError, WarmupFailed
 from recipe.async_pipeline.lab.tasks.task import careless_answer
@@ -96,36 +96,23 @@ class WarmupSpec:
             raise ConfigError(f"warmup max_slip_steps must be >= num_slip_steps, got {self.max_slip_steps}")
 
 
-@dataclass(frozen=True)
-class Example:
-    """One sum as token ids: the prompt as RL sends it, and an answer with its end token."""
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+Labelled = tuple[list[int], list[int]]
+"""Ids of the tokens of an episode, and a label for each: its id where the policy writes it, else IGNORED."""
 
 
-def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, answer: str) -> Example:
-    """Encode a sum and one answer to it, with the same prompt ids as in RL."""
-    return Example(
-        prompt=tuple(prompt_ids(tokenizer, prompt_messages(problem))),
-        answer=tuple(answer_ids(tokenizer, answer)),
+def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, answer: str) -> Labelled:
+    """Encode a sum and one answer with its end token, with the same prompt ids as in RL."""
+    prompt, written = prompt_ids(tokenizer, prompt_messages(problem)), answer_ids(tokenizer, answer)
+    return [*prompt, *written], [*[IGNORED] * len(prompt), *written]
+
+
+def collate(episodes: Sequence[Labelled], pad_id: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Pad ids and labels on the right to the longest episode."""
+    width = max(len(ids) for ids, _ in episodes)
+    return (
+        [[*ids, *[pad_id] * (width - len(ids))] for ids, _ in episodes],
+        [[*labels, *[IGNORED] * (width - len(labels))] for _, labels in episodes],
     )
-
-
-def collate(examples: Sequence[Example], pad_id: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Pad on the right and label the answer tokens only.
-
-    Returns ids and labels, both [num_examples, longest example]; labels[i][j] equals ids[i][j] where that
-    token belongs to the answer, and -100 where it is prompt or padding.
-    """
-    width = max(len(example.prompt) + len(example.answer) for example in examples)
-    ids: list[list[int]] = []
-    labels: list[list[int]] = []
-    for example in examples:
-        fill = width - len(example.prompt) - len(example.answer)
-        ids.append([*example.prompt, *example.answer, *[pad_id] * fill])
-        labels.append([*[IGNORED] * len(example.prompt), *example.answer, *[IGNORED] * fill])
-    return ids, labels
 
 
 def sampled_accuracy(
@@ -137,10 +124,10 @@ def sampled_accuracy(
     """
     import torch
 
-    examples = [encode_example(tokenizer, problem, problem.answer) for problem in problems]
-    width = max(len(example.prompt) for example in examples)
-    pad_id = tokenizer.pad_token_id
-    prompts = torch.tensor([[pad_id] * (width - len(e.prompt)) + list(e.prompt) for e in examples])
+    asked = [prompt_ids(tokenizer, prompt_messages(problem)) for problem in problems]
+    answers = [answer_ids(tokenizer, problem.answer) for problem in problems]
+    width, pad_id = max(map(len, asked)), tokenizer.pad_token_id
+    prompts = torch.tensor([[pad_id] * (width - len(one)) + one for one in asked])
 
     model.eval()
     with torch.no_grad():
@@ -150,61 +137,53 @@ def sampled_accuracy(
             do_sample=True,
             temperature=1.0,
             top_k=0,
-            max_new_tokens=max(len(example.answer) for example in examples),
+            max_new_tokens=max(map(len, answers)),
         )
     model.train()
 
     responses = output[:, width:].tolist()
-    correct = sum(
-        tuple(ids[: len(example.answer)]) == example.answer
-        for ids, example in zip(responses, examples, strict=True)
-    )
+    correct: int = sum(ids[: len(answer)] == answer for ids, answer in zip(responses, answers, strict=True))
     return correct / len(problems)
-
-
-def warm_up(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    split: Split,
-    spec: WarmupSpec,
-    *,
-    seed: int,
-    report: Callable[[str], None],
-) -> float:
-    """Train `model` in place on `split.train`, in two phases; return the accuracy on `split.val`.
-
-    Restores torch's thread count and random state. `report` receives a line per measurement. Raises
-    WarmupFailed if a required accuracy is not reached.
-    """
-    with reproducible(spec, seed):
-        return _Addition(model, tokenizer, split, spec, random.Random(seed), report).run()
 
 
 class TwoPhases(ABC):
     """The two phases, on one model and one optimizer; a task says what a batch and the accuracy are."""
 
     def __init__(
-        self, model: Qwen2ForCausalLM, spec: WarmupSpec, rng: random.Random, report: Callable[[str], None]
+        self,
+        model: Qwen2ForCausalLM,
+        tokenizer: PreTrainedTokenizerFast,
+        spec: WarmupSpec,
+        *,
+        seed: int,
+        report: Callable[[str], None],
     ) -> None:
+        """`model` is trained in place. `report` receives a line per measurement."""
         import torch
 
-        self.model, self.spec, self.rng, self.report = model, spec, rng, report
+        self.model, self.tokenizer, self.spec, self.report = model, tokenizer, spec, report
+        self.seed, self.rng = seed, random.Random(seed)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
 
     @abstractmethod
-    def batch(self, slip_rate: float) -> tuple[list[list[int]], list[list[int]]]:
-        """Return ids and labels of a batch, as `collate`; its teacher errs with this probability."""
-
-    @abstractmethod
     def accuracy(self, *, unseen: bool) -> float:
         """Return the share of tasks that the policy does right when sampled: held-out ones, or others."""
 
+    @abstractmethod
+    def episodes(self, count: int, slip_rate: float) -> list[Labelled]:
+        """Return the episodes of a batch; their teacher errs with this probability."""
+
     def run(self) -> float:
-        """Run both phases; return the accuracy on held-out tasks."""
-        self._teach()
-        return self._spoil()
+        """Run both phases; return the accuracy on held-out tasks.
+
+        Restores torch's thread count and random state. Raises WarmupFailed if a required accuracy is not
+        reached.
+        """
+        with reproducible(self.spec, self.seed):
+            self._teach()
+            return self._spoil()
 
     def _teach(self) -> None:
         """Train on correct answers until the accuracy is reached. Raises WarmupFailed if it never is."""
@@ -252,7 +231,8 @@ class TwoPhases(ABC):
 
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        ids, labels = (torch.tensor(rows) for rows in self.batch(slip_rate))
+        episodes = self.episodes(self.spec.batch_size, slip_rate)
+        ids, labels = map(torch.tensor, collate(episodes, int(self.tokenizer.pad_token_id)))
         logits = self.model(input_ids=ids).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
@@ -263,33 +243,23 @@ class TwoPhases(ABC):
         self.optimizer.step()
 
 
-class _Addition(TwoPhases):
+class Addition(TwoPhases):
     """Sums, and wrong digits."""
 
-    def __init__(
-        self,
-        model: Qwen2ForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        split: Split,
-        spec: WarmupSpec,
-        rng: random.Random,
-        report: Callable[[str], None],
-    ) -> None:
-        super().__init__(model, spec, rng, report)
-        self._tokenizer, self._split = tokenizer, split
+    def __init__(self, split: Split, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self._split = split
 
-    def batch(self, slip_rate: float) -> tuple[list[list[int]], list[list[int]]]:
-        problems = self.rng.choices(self._split.train, k=self.spec.batch_size)
-        examples = [
-            encode_example(self._tokenizer, problem, careless_answer(problem, self.rng, slip_rate))
-            for problem in problems
+    def episodes(self, count: int, slip_rate: float) -> list[Labelled]:
+        return [
+            encode_example(self.tokenizer, problem, careless_answer(problem, self.rng, slip_rate))
+            for problem in self.rng.choices(self._split.train, k=count)
         ]
-        return collate(examples, self._tokenizer.pad_token_id)
 
     def accuracy(self, *, unseen: bool) -> float:
         train, count = self._split.train, min(self.spec.num_checked, len(self._split.train))
         problems = self._split.val if unseen else self.rng.sample(train, count)
-        return sampled_accuracy(self.model, self._tokenizer, problems)
+        return sampled_accuracy(self.model, self.tokenizer, problems)
 
 
 @contextmanager

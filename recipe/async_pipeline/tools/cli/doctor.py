@@ -23,9 +23,9 @@ from recipe.async_pipeline.contract import engines
 from recipe.async_pipeline.errors import ConfigError, PatchError
 from recipe.async_pipeline.patching import patched_tree, series, verl_source
 
-from .engine_findings import NOWHERE, check_versions, examine_engines
+from .engine_findings import check_versions, examine_engines
 from .finding import Finding, as_line
-from .machine_findings import examine_machine
+from .machine_findings import count_nvidia_devices, examine_machine
 
 if TYPE_CHECKING:
     from recipe.async_pipeline.contract.compare import ContractProblem
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         nargs="?",
-        const=NOWHERE,
+        const=True,
         metavar="DIR",
         help="read the installed vLLM and SGLang instead, or the ones in this folder, without running them, "
         "and report what of them this package uses is missing or has changed",
@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     """Print every finding. Returns 2 if one of them is a failure, else 0.
 
     Raises PatchError if `--verl-dir` is not a verl tree, ContractError if `--engine` has no engine or a file
-    cannot be parsed, and ConfigError if no cluster answers at the address of `--cluster`.
+    cannot be parsed, and ConfigError if no cluster answers at the address of `--cluster` or
+    `--engine` is empty.
     """
     chosen = [name for name in ("verl_dir", "engine", "cluster") if getattr(args, name) is not None]
     if len(chosen) > 1:
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         raise ConfigError(f"--nodes requires --cluster, got {args.nodes} without it; add --cluster")
     if args.engine is not None:
-        findings = examine_engines(None if args.engine == NOWHERE else Path(args.engine))
+        findings = examine_engines(None if args.engine is True else _engine_folder(args.engine))
     else:
         findings = examine() if args.verl_dir is None else examine_tree(args.verl_dir)
     if args.json:
@@ -108,6 +109,14 @@ def run(args: argparse.Namespace) -> int:
         for finding in findings:
             echo(as_line(finding))
     return EXIT_USERS if any(finding.verdict == "fail" for finding in findings) else EXIT_OK
+
+
+def _engine_folder(text: str) -> Path:
+    if not text:
+        raise ConfigError(
+            "--engine must name a folder, got ''; leave the value out for the installed engines"
+        )
+    return Path(text)
 
 
 def _run_on_cluster(args: argparse.Namespace) -> int:
@@ -134,7 +143,7 @@ def examine() -> tuple[Finding, ...]:
         check_plugin(importlib.metadata.entry_points(group=PLUGIN_GROUP)),
         check_package("torch", "torch"),
         *check_engines(),
-        *check_versions(engines.installed(), series.patches_dir()),
+        *check_versions(engines.installed(), series.patches_dir(), count_nvidia_devices()),
         check_package("ray", "ray"),
         check_package("transfer_queue", "TransferQueue"),
         check_megatron(),

@@ -13,10 +13,9 @@ from recipe.async_pipeline.contract.declared import ENGINES
 from recipe.async_pipeline.patching import series
 
 from .finding import Finding
+from .machine_findings import count_nvidia_devices
 
 COMMAND = "async-pipeline doctor --engine"
-NOWHERE = "here"
-"""The value of `--engine` without a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,27 +39,31 @@ def examine_engines(root: Path | None) -> tuple[Finding, ...]:
         detail = f"neither {' nor '.join(ENGINES)} is installed"
         return (Finding(subject="engine", verdict="fail", detail=detail, remedy="install one of them"),)
     contracts = engines.load(series.patches_dir())
+    # A tree may be meant for another machine.
+    cpu = on_cpu(count_nvidia_devices()) if root is None else on_cpu()
     return tuple(
-        finding for engine in found for finding in _rows(engines.compare(engine, contracts[engine.name]))
+        finding
+        for engine in found
+        for finding in _rows(engines.compare(engine, contracts[engine.name]), cpu=cpu)
     )
 
 
-def _rows(found: engines.EngineComparison) -> Iterator[Finding]:
-    breaks = [one for one in found.differences if one.breaks_on(cpu=on_cpu())]
+def _rows(found: engines.EngineComparison, *, cpu: bool) -> Iterator[Finding]:
+    breaks = [one for one in found.differences if one.breaks_on(cpu=cpu)]
     number = len(found.differences)
     yield Finding(
         subject=found.engine.name,
         verdict="fail" if breaks else "ok",
         detail=f"{found.engine.version} at {found.engine.folder}; tested: {found.tested}; "
-        f"{found.checked} compared, {number or 'no'} difference{'s' * (number != 1)}",
+        f"{found.checked} names compared, {number or 'no'} difference{'s' * (number != 1)}",
     )
     for one in found.differences:
         yield EngineFinding(
-            subject=found.engine.name,
+            subject=f"{found.engine.name} change",
             verdict="fail" if one in breaks else "warn",
             detail=f"breaks {', '.join(one.breaks)}: {one.name} {one.change}; used by "
-            f"{', '.join(one.used_by)}",
-            remedy=f"use {found.engine.name} {found.tested}, or change the named files",
+            + ("verl" if one.is_verls else ", ".join(one.used_by)),
+            remedy=_remedy(found, one),
             name=one.name,
             change=one.change,
             used_by=one.used_by,
@@ -68,39 +71,64 @@ def _rows(found: engines.EngineComparison) -> Iterator[Finding]:
         )
 
 
-def on_cpu() -> bool:
-    """Return whether runs in this environment are on the CPU platform."""
-    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+def _remedy(found: engines.EngineComparison, one: engines.Difference) -> str:
+    name, tested = found.engine.name, found.tested
+    if found.engine.version.partition("+")[0] == tested:
+        return f"these are not the files of {name} {tested}: install it again, or change the named files"
+    if one.is_verls:
+        return f"use {name} {tested}, or a version that has it; no file of this package is concerned"
+    return f"use {name} {tested}, or change the named files"
 
 
-def check_versions(found: Sequence[engines.EngineTree], folder: Path) -> tuple[Finding, ...]:
+def on_cpu(num_gpus: int = 1) -> bool:
+    """Return whether runs in this environment, on a machine with `num_gpus`, are on the CPU platform."""
+    platform = os.environ.get("VERL_PLATFORM", "").strip().lower()
+    return platform == "cpu" if platform else not num_gpus
+
+
+def check_versions(found: Sequence[engines.EngineTree], folder: Path, num_gpus: int) -> tuple[Finding, ...]:
     """Check for each engine that it is the tested version, or that it has all that this package uses.
 
-    The contract is read from `folder`. It is a failure if runs with no engine could start.
+    The contract is read from `folder`. It is a failure if no run could start with any engine.
     """
-    contracts = engines.load(folder)
-    breaks = {
-        engine.name: engines.breaking_runs(engine, contracts[engine.name], cpu=on_cpu()) for engine in found
-    }
-    unusable = bool(breaks) and all(breaks.values())
+    contracts, cpu = engines.load(folder), on_cpu(num_gpus)
+    breaks = {engine.name: engines.breaking_runs(engine, contracts[engine.name], cpu=cpu) for engine in found}
+    unusable = bool(breaks) and all(
+        any(not one.in_some_runs for one in of_engine) for of_engine in breaks.values()
+    )
     return tuple(
-        _version(engine, contracts[engine.name], len(breaks[engine.name]), unusable=unusable)
-        for engine in found
+        _version(engine, contracts[engine.name], breaks[engine.name], unusable=unusable) for engine in found
     )
 
 
 def _version(
-    engine: engines.EngineTree, contract: engines.EngineContract, number: int, *, unusable: bool
+    engine: engines.EngineTree,
+    contract: engines.EngineContract,
+    breaks: Sequence[engines.Difference],
+    *,
+    unusable: bool,
 ) -> Finding:
     if contract.is_of(engine):
         detail = f"{engine.name} {engine.version}, which this package is tested with"
-        return Finding(subject="engine contract", verdict="ok", detail=detail)
+        return Finding(subject=f"{engine.name} contract", verdict="ok", detail=detail)
+    number, starts = len(breaks), not any(one.is_verls for one in breaks)
     detail = f"{engine.name} {engine.version}; tested: {contract.version}; "
     if not number:
-        return Finding(subject="engine contract", verdict="ok", detail=f"{detail}has all that runs use")
+        return Finding(
+            subject=f"{engine.name} contract", verdict="ok", detail=f"{detail}has all that runs use"
+        )
+    if all(one.in_some_runs for one in breaks):
+        some = dict.fromkeys(name for one in breaks for name in one.breaks)
+        return Finding(
+            subject=f"{engine.name} contract",
+            verdict="warn",
+            detail=f"{detail}breaks only {', '.join(some)}",
+            remedy=f"`{COMMAND}` names what is missing; runs with these need engine_check=warn",
+        )
     return Finding(
-        subject="engine contract",
+        subject=f"{engine.name} contract",
         verdict="fail" if unusable else "warn",
         detail=f"{detail}{number} thing{'s' * (number != 1)} that runs use changed",
-        remedy=f"`{COMMAND}` names them; runs with it need engine_check=warn",
+        remedy=f"`{COMMAND}` names them; "
+        + ("runs with it need engine_check=warn" if starts else "verl cannot start it, so runs refuse it"),
     )

@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline episodes RUN`: print the episodes of a trained step, those with the lowest reward first."""
+"""`async-pipeline episodes RUN`: print the episodes of a trained step, those with the lowest reward first, or
+write a page of them.
+"""
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from ...console import echo
 from ...core.session_keys import episode_of
 from ...observe.agent_output import KeptOutput
-from ..report.episodes import EpisodeRecord, EpisodesRead, read_episodes
+from ..report.episode_page import episode_page
+from ..report.episodes import (
+    EpisodeRecord,
+    EpisodesRead,
+    TextPart,
+    by_episode,
+    lowest_rewards,
+    read_episodes,
+)
 
 READ, WROTE = ">", "<"
 """Marks of lines."""
@@ -25,20 +35,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as outputs/smoke/latest")
     parser.add_argument("--step", type=int, metavar="S", help="a trained step (default: the last one)")
     parser.add_argument(
-        "--worst", type=int, metavar="N", help="print only the N episodes with the lowest reward"
+        "--worst", type=int, metavar="N", help="show only the N episodes with the lowest reward"
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="write a page that shows them by prompt instead (default: episodes.html in the run directory)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the episodes. Raises RunFilesError if there is no ledger or no such step."""
-    for line in in_words(read_episodes(args.run, args.step), args.worst):
-        echo(line)
+    """Print the episodes, or write their page. Raises RunFilesError if there is no ledger or no such step."""
+    found = read_episodes(args.run, args.step)
+    if args.html is None:
+        for line in in_words(found, args.worst):
+            echo(line)
+        return 0
+
+    path = args.run / "episodes.html" if args.html == Path() else args.html
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(episode_page(args.run, found, args.worst), encoding="utf-8")
+    echo(f"wrote {path}")
     return 0
 
 
 def in_words(found: EpisodesRead, worst: int | None) -> Iterator[str]:
     """Yield lines of text: a summary of the step, then its episodes."""
-    episodes = _with_conversations(found.episodes)
+    episodes = by_episode(found.episodes)
     # The score belongs to the last conversation.
     last = [conversations[-1] for conversations in episodes]
     rewards = [one.reward for one in last if one.reward is not None]
@@ -53,7 +79,7 @@ def in_words(found: EpisodesRead, worst: int | None) -> Iterator[str]:
     outputs: dict[str, list[KeptOutput]] = {}
     for output in found.outputs:
         outputs.setdefault(output.episode, []).append(output)
-    for conversations in sorted(episodes, key=lambda some: _rank(some[-1]))[:worst]:
+    for conversations in lowest_rewards(episodes, worst):
         for number, one in enumerate(conversations, start=1):
             yield from _conversation(one, number, len(conversations))
         yield from _outputs(outputs.get(episode_of(conversations[-1].key), ()))
@@ -73,20 +99,6 @@ def _outputs(outputs: Sequence[KeptOutput]) -> Iterator[str]:
         yield f"    {one.path}"
 
 
-def _with_conversations(found: Sequence[EpisodeRecord]) -> list[list[EpisodeRecord]]:
-    """Return the conversations of each episode. `found`: in the order of their keys."""
-    episodes: list[list[EpisodeRecord]] = [[]]
-    for one in found:
-        episodes[-1].append(one)
-        if one.is_last:
-            episodes.append([])
-    return [one for one in episodes if one]
-
-
-def _rank(one: EpisodeRecord) -> float:
-    return -math.inf if one.reward is None else one.reward
-
-
 def _conversation(one: EpisodeRecord, number: int, count: int) -> Iterator[str]:
     """Yield a conversation, the `number`th of the `count` of its episode."""
     first, last = one.versions
@@ -104,7 +116,9 @@ def _conversation(one: EpisodeRecord, number: int, count: int) -> Iterator[str]:
     ]
     yield ""
     yield "  ".join(about)
-    for own, text in ((False, one.prompt or ""), *one.parts):
+    parts = [TextPart(False, one.prompt or ""), *one.parts]
+    for own, turn in groupby(parts, key=lambda part: part.own):
+        text = "".join(part.text for part in turn)
         # The chat template's line breaks between two turns belong to none; an empty answer is one too.
         for line in text.strip("\n").splitlines() or ([""] if own else []):
             yield f"  {WROTE if own else READ} {line}".rstrip()

@@ -8,10 +8,12 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from .finding import Finding
+from ...agents import sandbox
+from ...config import machine
+from .finding import Finding, Verdict
 
 MIN_SHM_GB = 2.0
 """Two weight arenas and two buckets of the default sizes (2 x 512 + 2 x 128 MB), and Ray's object store."""
@@ -26,11 +28,25 @@ def examine_machine() -> tuple[Finding, ...]:
     num_gpus = count_nvidia_devices()
     return (
         check_devices(num_gpus),
-        *check_flash_attention(num_gpus),
-        check_shared_memory(Path("/dev/shm")),
-        check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        check_flash_attention(num_gpus),
+        *check_needs(machine.states()),
+        check_sandbox(sandbox.reason_without()),
         *(check_port(port, user) for port, user in RAY_PORTS.items()),
     )
+
+
+def check_needs(states: Iterable[machine.MachineState]) -> Iterator[Finding]:
+    """Yield a row for what each run needs; of memory and files, also a warning if there is little."""
+    for state in states:
+        if state.remedy:
+            verdict: Verdict = "fail" if state.fatal else "warn"
+            yield Finding(subject=state.subject, verdict=verdict, detail=state.detail, remedy=state.remedy)
+        elif state.subject == "shared memory":
+            yield check_shared_memory(machine.SHM)
+        elif state.subject == "open files":
+            yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+        else:
+            yield Finding(subject=state.subject, verdict="ok", detail=state.detail)
 
 
 def count_nvidia_devices(devices: Path = Path("/dev")) -> int:
@@ -53,22 +69,32 @@ def check_devices(num_gpus: int) -> Finding:
 
 def check_flash_attention(
     num_gpus: int, version_of: Callable[[str], str] = importlib.metadata.version
-) -> tuple[Finding, ...]:
-    """Check that verl's default attention of FSDP is installed; nothing without a GPU."""
+) -> Finding:
+    """Check that verl's default attention of FSDP is installed where there is a GPU."""
     if not num_gpus:
-        return ()
+        return Finding(subject="flash-attn", verdict="ok", detail="not needed: it runs on GPUs only")
     try:
-        detail = f"flash-attn {version_of('flash-attn')}"
-        return (Finding(subject="flash-attn", verdict="ok", detail=detail),)
+        return Finding(subject="flash-attn", verdict="ok", detail=f"flash-attn {version_of('flash-attn')}")
     except importlib.metadata.PackageNotFoundError:
-        return (
-            Finding(
-                subject="flash-attn",
-                verdict="warn",
-                detail="not installed: FSDP trains with sdpa; models of pictures and Ulysses need it",
-                remedy=f"for these, build it for your torch, or set {ATTENTION}",
-            ),
+        return Finding(
+            subject="flash-attn",
+            verdict="warn",
+            detail="not installed: FSDP trains with sdpa; models of pictures and Ulysses need it",
+            remedy=f"for these, build it for your torch, or set {ATTENTION}",
         )
+
+
+def check_sandbox(reason: str) -> Finding:
+    """Report whether commands of agents run in a sandbox (`agentic.sandbox`)."""
+    if not reason:
+        detail = "works: commands of agents see no other processes, and no files of the run"
+        return Finding(subject="agents' sandbox", verdict="ok", detail=detail)
+    return Finding(
+        subject="agents' sandbox",
+        verdict="warn",
+        detail=f"none ({reason}): commands of agents can read the files and processes of the run",
+        remedy="permit user namespaces and mounts in them (docs/agents.md), or run agents elsewhere",
+    )
 
 
 def check_open_files(soft: int, hard: int) -> Finding:

@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
+from ...config.schema import MOST_LAG
 from ...console import echo
 from ...errors import ConfigError
 from ..plan.bound import bound_s
+from ..plan.candidates import MOST_DEVICES
 from ..plan.explanation import explained
-from ..plan.profile import load
-from ..plan.search import DEFAULT_MAX_LAG, SEEDS, SearchResult, SimulatedCandidate, overrides, plan
+from ..plan.profile import load, shipped_names
+from ..plan.search import DEFAULT_MAX_LAG, SEEDS, T_95, SearchResult, SimulatedCandidate, overrides, plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline plan`."""
     parser.add_argument(
-        "--profile", required=True, metavar="FILE", help="a profile, or the name of a shipped one"
+        "--profile",
+        required=True,
+        metavar="FILE",
+        help="costs of your run, made by `async-pipeline profile RUN`, or a shipped example: "
+        + shipped_names(),
     )
     parser.add_argument(
         "--devices",
@@ -41,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=SEEDS,
         metavar="N",
-        help="simulations of each finalist, at least 3 (default: %(default)s)",
+        help=f"simulations of each finalist, from 3 to {max(T_95)} (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=1, help="seed of the first simulation (default: %(default)s)"
@@ -55,13 +62,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print the plan. Raises ConfigError if the profile is invalid or no layout fits."""
-    for option, least in (("devices", 2), ("max_lag", 0), ("seeds", 3), ("seed", 0)):
-        value = getattr(args, option)
+    for option, least, most in (
+        ("devices", 2, MOST_DEVICES),
+        ("max_lag", 0, MOST_LAG),
+        ("seeds", 3, max(T_95)),
+        ("seed", 0, math.inf),
+    ):
+        value, name = getattr(args, option), f"--{option.replace('_', '-')}"
         if value < least:
-            raise ConfigError(f"--{option.replace('_', '-')} must be >= {least}, got {value}")
+            raise ConfigError(f"{name} must be >= {least}, got {value}")
+        if value > most:
+            raise ConfigError(f"{name} must be at most {most}, got {value}; a search for more takes too long")
 
     profile = load(args.profile)
-    found = plan(profile, args.devices, max_lag=args.max_lag, seeds=args.seeds, seed=args.seed, say=_progress)
+    found = plan(
+        profile, args.devices, max_lag=args.max_lag, seeds=args.seeds, seed=args.seed, say=show_progress
+    )
     if args.as_json:
         echo(
             json.dumps(
@@ -88,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _progress(text: str) -> None:
+def show_progress(text: str) -> None:
     """Write to stderr: one line that is overwritten on a terminal, otherwise a line each."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
@@ -126,6 +142,7 @@ def layout_of(found: SimulatedCandidate) -> dict[str, Any]:
         "depth": setting.knobs.staleness.depth,
         "shape": found.candidate.shape,
         "pools": {p.name: {"roles": list(p.roles), "devices": p.devices} for p in setting.placement.pools},
+        "idle_devices": found.candidate.idle,
         "groups": setting.groups,
     }
 
@@ -165,7 +182,7 @@ def predicted_sync(found: SimulatedCandidate) -> dict[str, Any]:
 LEGEND = (
     "depth: batches ahead of the one that trains; pools: stages and their devices",
     "step s: simulated seconds of an optimizer step, mean over the seeds",
-    "speed-up: step time of the best synchronous layout, with the same batches, divided by step s",
+    "speed-up: step time of the best synchronous layout, with the same batches on as many devices, by step s",
     "95 %: confidence interval of the speed-up, over the seeds",
     "lag: policy versions between the one that wrote a sample and the one that it trains, mean",
     "of bound: the shortest step that devices and dependencies allow, as a share of step s",
@@ -184,7 +201,7 @@ def in_words(found: SearchResult, note: str) -> list[str]:
         f"profile: {note}",
         f"{found.verdict}: {found.why}",
         f"the best synchronous layout takes {found.found[0].sync_step_s:.4g} s per step",
-        f"{found.considered} candidates: {found.ruled_out} ruled out by their bounds, "
+        f"candidates: {found.considered}, of these {found.ruled_out} ruled out by their bounds, "
         f"{found.simulated} simulated",
         "",
         head,
@@ -201,6 +218,7 @@ def _row(found: SimulatedCandidate) -> str:
         f"{'+'.join(p.roles) if p.name != 'generate' else p.name}:{p.devices}"
         for p in found.candidate.setting.placement.pools
     )
+    pools += f" idle:{found.candidate.idle}" if found.candidate.idle else ""
     depth = knobs.staleness.batches_ahead
     low, high = facts["interval"]
     return (

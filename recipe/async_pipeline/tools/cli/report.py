@@ -13,6 +13,7 @@ from ...console import echo
 from ...errors import AsyncPipelineError, RunFilesError
 from ...observe.step_account import summary_of
 from ...observe.trace import write_trace
+from ...observe.wording import map_coverage
 from ..report.advice import advise
 from ..report.advice_model import facts_of
 from ..report.compare import compare_page
@@ -107,13 +108,16 @@ def _write(found: list[RunData], out: Path | None) -> Path:
 def _say(found: list[RunData], path: Path) -> None:
     for data in found:
         figures = "; ".join(
-            f"{name.lower()} {value}" + (f" ({data.typical_time})" if data.typical_time in means else "")
-            for name, (value, means) in figures_of(data).items()
+            f"{name.lower()} {tile.text}"
+            + (f" ({data.typical_time})" if data.typical_time in tile.meaning else "")
+            for name, tile in figures_of(data).items()
         )
         echo(
             f"{data.name}: {data.status}, {data.strategy}, {data.steps} steps"
             + (f"; {figures}" if figures else "")
         )
+        if data.least_explained is not None:
+            echo(f"  {map_coverage(*data.least_explained)}")
         for text in data.missing:
             echo(f"  missing: {text}")
         for advice in advise(data):
@@ -143,6 +147,7 @@ def _run_as_json(data: RunData) -> dict[str, Any]:
         "lag_share": {str(lag): share for lag, share in data.lag_share.items()},
         "groups": dict(data.fates),
         "trainer": dict(facts.trainer) if facts else {},
+        "explained_share": None if data.least_explained is None else data.least_explained[0],
         **_account_as_json(data),
         "advice": [
             {

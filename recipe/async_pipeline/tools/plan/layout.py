@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ...config.divisibility import check_divides, check_replicas
@@ -49,6 +50,7 @@ def placement_of(profile: Profile, pools: Any, devices: int, path: str = "--pool
         node=profile.devices_per_node,
         path=path,
         replica=profile.devices_per_replica,
+        full_nodes=False,
     )
 
     generate = placement.pool_of("generate")
@@ -71,23 +73,62 @@ def shared_placement(profile: Profile, devices: int) -> Placement:
     return Placement((Pool("all", profile.roles(), (devices,)),))
 
 
-def groups_of(profile: Profile, placement: Placement) -> int:
+def groups_of(profile: Profile, placement: Placement, devices: int | None = None) -> int:
     """Return the groups per step, such that samples divide evenly over every pool that computes on them.
+
+    `devices` is the size of the cluster, if it has more devices than the placement.
 
     Raises ConfigError if the profile's number does not, nor any within BATCH_SLACK of it if the batch grows
     with the cluster.
     """
-    wanted, n = profile.batch.on(placement.devices), profile.batch.answers
     others = [pool for pool in placement.pools if "generate" not in pool.roles]
-    if profile.batch.groups is None:
-        unit = math.lcm(*(pool.devices // math.gcd(pool.devices, n) for pool in others))
-        fitting = max(1, round(wanted / unit)) * unit
-        if abs(fitting - wanted) <= max(BATCH_SLACK * wanted, 0.5):
-            return fitting
+    devices = devices or placement.devices
+    groups = fitting_groups(profile, devices, [pool.devices for pool in others])
+    if groups is not None:
+        return groups
 
+    wanted = profile.batch.on(devices) * profile.batch.answers
     for pool in others:
-        check_divides(pool, wanted * n, "batch.groups x batch.answers of the profile")
-    return wanted
+        check_divides(pool, wanted, "batch.groups x batch.answers of the profile")
+    raise AssertionError("a batch that every pool divides fits")
+
+
+def fitting_groups(profile: Profile, devices: int, sizes: Sequence[int]) -> int | None:
+    """Return the groups per step on a cluster of `devices` that pools of these sizes divide, or None."""
+    wanted, n = profile.batch.on(devices), profile.batch.answers
+    unit = math.lcm(*(size // math.gcd(size, n) for size in sizes))
+    fitting = max(1, round(wanted / unit)) * unit
+    slack = max(BATCH_SLACK * wanted, 0.5) if profile.batch.groups is None else 0
+    return fitting if abs(fitting - wanted) <= slack else None
+
+
+def rollout_unit(profile: Profile, devices: int) -> int:
+    """Return the devices by which the rollout's pool grows beyond a node: whole replicas on whole nodes."""
+    return math.lcm(
+        profile.devices_per_replica, 1 if devices <= profile.devices_per_node else profile.devices_per_node
+    )
+
+
+def largest_size(profile: Profile, devices: int, role: str, most: int, least: int = 0) -> int:
+    """Return the largest size of a role's pool that a run accepts, above `least` and up to `most`, or 0.
+
+    Only the pool itself matters: it is within a node or takes whole nodes, has whole replicas if it is the
+    rollout's, and divides the batch of a cluster of `devices` if it is not.
+    """
+    node, replica = profile.devices_per_node, profile.devices_per_replica
+    unit = replica if role == "generate" else 1
+    whole = math.lcm(node, unit)
+    sizes = chain(
+        range(most // whole * whole, max(node, least), -whole) if whole in (node, replica) else (),
+        range(min(most, node) // unit * unit, least, -unit),
+    )
+    accepted = (n for n in sizes if role == "generate" or fitting_groups(profile, devices, [n]) is not None)
+    return next(accepted, 0)
+
+
+def fits(profile: Profile, pools: Mapping[str, Any], devices: int) -> bool:
+    """Return whether these pools can be placed on the devices, and divide a batch."""
+    return Rejections().check(profile, pools, devices) is not None
 
 
 @dataclass
@@ -110,7 +151,7 @@ class Rejections:
             self.placements.append(f"{path}: {str(error).removeprefix(f'{path}: ')}")
             return None
         try:
-            return placement, groups_of(profile, placement)
+            return placement, groups_of(profile, placement, devices)
         except ConfigError as error:
             self.batches.append(f"{path}: {error}")
             return None
@@ -123,7 +164,8 @@ class Rejections:
         reasons = self.batches or self.placements
         remedy = "; use another number of devices or another batch" if self.batches else ""
         one = reasons[len(reasons) // 2]
-        return f"{len(reasons)} of {self.tried} layouts fail like this one: {one}{remedy}"
+        which = f"{len(reasons)} of {self.tried} layouts fail like this one"
+        return f"{which if self.tried > 1 else 'the only layout fails'}: {one}{remedy}"
 
 
 def knobs_of(
@@ -159,10 +201,7 @@ def smaller(setting: Setting) -> Setting | None:
     profile, pools = setting.profile, setting.placement.pools
     for factor in (4, 3, 2):
         devices = setting.placement.devices // factor
-        unit = math.lcm(
-            profile.devices_per_replica,
-            1 if devices <= profile.devices_per_node else profile.devices_per_node,
-        )
+        unit = rollout_unit(profile, devices)
 
         wanted = setting.devices_of("generate") / factor
         off = SIMILAR * min(wanted, devices - wanted)

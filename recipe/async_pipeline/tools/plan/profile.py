@@ -333,14 +333,23 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         )
 
 
+def shipped_names() -> str:
+    """Return the names of the shipped profiles."""
+    return ", ".join(sorted(path.stem for path in PROFILES.glob("*.yaml")))
+
+
 def load(name: str) -> Profile:
     """Read a profile by path, or a shipped one by name. Raises ConfigError if it is missing or invalid."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else PROFILES / f"{name}.yaml"
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError:
-        shipped = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
-        raise ConfigError(f"no profile {name!r}; give a .yaml file, or one of {shipped}") from None
+        if Path(name).is_dir():
+            raise ConfigError(
+                f"{name} is a directory; make a profile of a run with async-pipeline profile {name} --out "
+                "FILE.yaml"
+            ) from None
+        raise ConfigError(f"no profile {name!r}; give a .yaml file, or one of {shipped_names()}") from None
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"profile {path}: {' '.join(str(error).split())}") from None
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
+from ...config.divisibility import check_replicas
+from ...config.placement import Pool
 from ...errors import ConfigError
 from .bound import bound_s, work_of
 from .candidates import (
@@ -24,6 +26,7 @@ from .candidates import (
     Candidate,
     by_estimate,
     candidates_of,
+    check_size,
     measured_steps,
 )
 from .layout import Rejections, knobs_of, shared_placement
@@ -42,7 +45,17 @@ WORTH_IT = 1.05
 """Smallest speed-up for the verdict async: lag has a price."""
 AS_GOOD = 0.02
 """Among candidates this close, the one with the least lag and the fewest pools wins."""
-T_95: Mapping[int, float] = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
+T_95: Mapping[int, float] = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}
 """Student's t for 95 %, two-sided, by the number of values."""
 
 
@@ -115,8 +128,13 @@ def plan(
 ) -> SearchResult:
     """Search for the best plan; `say` receives progress, and an empty text at the end.
 
-    Raises ConfigError if no layout fits the devices.
+    Raises ConfigError if no layout fits the devices, or there are too many of them to search.
     """
+    replica, node = profile.devices_per_replica, profile.devices_per_node
+    if replica > node:
+        several = Pool("generate", ("generate",), (node,) * -(-replica // node))
+        check_replicas(several, replica, "devices_per_replica of the profile")
+    check_size(profile, devices, max_lag, seed)
     rejections = Rejections()
     candidates = sorted(candidates_of(profile, devices, max_lag, seed, rejections), key=by_estimate)
     if not candidates:
@@ -124,8 +142,7 @@ def plan(
             raise ConfigError(f"--devices {devices}: {rejections.describe()}")
         raise ConfigError(
             f"--devices {devices}: no split into training and whole replicas of "
-            f"{profile.devices_per_replica} devices, on nodes of {profile.devices_per_node}, leaves devices "
-            "for both; use more devices"
+            f"{replica} devices, on nodes of {node}, leaves devices for both; use more devices"
         )
 
     outcomes = Outcomes()
@@ -182,6 +199,7 @@ def overrides(found: SimulatedCandidate) -> list[str]:
         "+async_pipeline=True",
         f"+async_strategy={knobs.strategy}",
         f"data.train_batch_size={setting.groups}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={setting.groups}",
     ]
     if knobs.strategy in ("n_step_ahead", "fully_async"):
         lines.append(f"++{own}.staleness.max_lag={knobs.staleness.max_lag}")
@@ -216,7 +234,7 @@ def judge(best: SimulatedCandidate, max_lag: int) -> tuple[Literal["async", "syn
     if best.speedup >= WORTH_IT and low > 1:
         return "async", (
             f"{result}: generation takes {generate_share:.0%} of its {sync.step_s:.4g} s per step, and the "
-            f"pipeline overlaps it; the limit is {LIMITS.get(best.candidate.limit, best.candidate.limit)}"
+            f"pipeline overlaps it; the limit is {limit_in_words(best.candidate.limit)}"
         )
     if best.speedup >= WORTH_IT:
         reason = "but the seeds differ too much to be certain; use more seeds (--seeds)"
@@ -243,7 +261,12 @@ LIMITS = {
     "generate": "the engines' devices",
     "train": "the training devices",
 }
-"""The bounds in words."""
+"""The text for each bound, except for the bounds of other pools."""
+
+
+def limit_in_words(name: str) -> str:
+    """Return what a bound is about."""
+    return LIMITS.get(name, f"the devices of pool {name}")
 
 
 def _generating(sync: SimulatedRun) -> float:

@@ -2,7 +2,8 @@
 """Draw the charts of a report as HTML and inline SVG whose text keeps its size at any width.
 
 Shapes go into an SVG that stretches with the page; ticks and labels are HTML, positioned in per cent. Each
-chart is a figure with a title and a text description for screen readers.
+chart is a figure with a title and a text description for screen readers. Text and labels are filled into
+templates/parts.html, which escapes them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
+
+from markupsafe import Markup, escape
 
 from ...observe.wording import amount, percent
 from .data import Span
+from .html_page import part
 from .series import Series
 
 WIDTH, HEIGHT = 1000.0, 100.0
@@ -61,17 +64,19 @@ def thinned(series: Series, most: int = MAX_POINTS) -> Series:
     return Series(x=[x for x, _ in mean], y=[y for _, y in mean])
 
 
-def figure(title: str, body: str, *, says: str = "", note: str = "", wide: bool = False) -> str:
+def figure(title: str, body: Markup, *, says: str = "", note: str = "", wide: bool = False) -> Markup:
     """Return a titled figure; `says` is its description for screen readers, `note` a visible remark."""
-    caption = f"<figcaption><h3>{escape(title)}</h3>{f'<p>{note}</p>' if note else ''}</figcaption>"
-    hidden = f'<p class="sr">{escape(says)}</p>' if says else ""
-    return f"<figure{' class=wide' if wide else ''}>{caption}{body}{hidden}</figure>"
+    return part("figure", title, body, says, note, wide)
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> str:
+def legend(entries: Sequence[tuple[str, str]]) -> Markup:
     """Return a legend of entries (CSS class of the colour, text)."""
-    items = "".join(f'<li><i class="swatch {colour}"></i>{escape(text)}</li>' for colour, text in entries)
-    return f'<ul class="legend">{items}</ul>'
+    return part("legend", entries)
+
+
+def grid(*charts: Markup, lead: str = "") -> Markup:
+    """Return charts next to each other, or an empty text if all are empty."""
+    return part("grid", charts, lead) if any(charts) else Markup()
 
 
 def line_chart(
@@ -84,14 +89,14 @@ def line_chart(
     high: float | None = None,
     note: str = "",
     steps: bool = False,
-) -> str:
+) -> Markup:
     """Return a chart of lines over a common x, or an empty string without data.
 
     `text` formats a value of y; `steps` holds each value until the next.
     """
     shown = [line for line in lines if line.series]
     if not shown:
-        return ""
+        return Markup()
 
     xs = [x for line in shown for x in (line.series.x[0], line.series.x[-1])]
     ys = [y for line in shown for y in line.series.y]
@@ -114,23 +119,12 @@ def line_chart(
             {"label": line.label, "x": [round(x, 4) for x in series.x], "y": [text(y) for y in series.y]}
         )
 
-    grid = "".join(f'<path class="grid" d="M0 {place(left, y)[1]:.2f}H{WIDTH:.0f}"/>' for y in marks)
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
-        f'aria-hidden="true">{grid}{"".join(paths)}</svg>'
-    )
-    across = [x for x in ticks(left, right, 4) if left <= x <= right]
-
+    shapes = [f'<path class="grid" d="M0 {place(left, y)[1]:.2f}H{WIDTH:.0f}"/>' for y in marks] + paths
     body = _plot(
-        svg,
-        marks,
-        across,
-        left,
-        reach,
-        text,
-        x_label,
-        {"left": left, "right": right, "xLabel": x_label, "lines": data},
+        shapes,
+        _Axes(marks=marks, across=ticks(left, right, 4), left=left, right=right, x_label=x_label, text=text),
         title,
+        {"left": left, "right": right, "xLabel": x_label, "lines": data},
     )
 
     key = [
@@ -158,37 +152,38 @@ def _path(points: Sequence[tuple[float, float]], dots: bool, steps: bool) -> str
     )
 
 
-def _plot(
-    svg: str,
-    marks: Sequence[float],
-    across: Sequence[float],
-    left: float,
-    reach: float,
-    text: Text,
-    x_label: str,
-    data: Mapping[str, object] | None,
-    title: str,
-) -> str:
-    bottom, top = marks[0], marks[-1]
-    ups = "".join(
-        f'<span style="bottom:{(y - bottom) / (top - bottom):.2%}">{escape(text(y))}</span>' for y in marks
-    )
-    downs = "".join(
-        f'<span style="left:{(x - left) / reach:.2%}">{escape(f"{x:,.6g}")}</span>' for x in across
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Axes:
+    """The axes of a chart."""
 
-    live = (
-        f' tabindex="0" role="group" aria-label="{escape(title)}: arrow keys read the values" '
-        f'data-line="{escape(json.dumps(data), quote=True)}"'
-        if data
-        else ""
-    )
+    marks: Sequence[float]
+    """Ticks of y; the first and the last are the ends."""
+    across: Sequence[float]
+    """Ticks of x; the ones outside of the chart are not drawn."""
+    left: float
+    right: float
+    x_label: str
+    text: Text
+    """Formats a value of y."""
 
-    return (
-        f'<div class="plot"><div class="ups" aria-hidden="true">{ups}</div><div '
-        f'class="area"{live}>{svg}</div><div class="downs" aria-hidden="true">{downs}</div><div '
-        f'class="x-label">{escape(x_label)}</div></div>'
-    )
+    def ups(self) -> list[tuple[str, str]]:
+        bottom, top = self.marks[0], self.marks[-1]
+        return [(f"{(y - bottom) / (top - bottom):.2%}", self.text(y)) for y in self.marks]
+
+    def downs(self) -> list[tuple[str, str]]:
+        return tick_places(self.across, self.left, self.right)
+
+
+def tick_places(across: Sequence[float], left: float, right: float) -> list[tuple[str, str]]:
+    """Return (place, text) of the ticks from `left` to `right`."""
+    reach = (right - left) or 1.0
+    return [(f"{(x - left) / reach:.2%}", f"{x:,.6g}") for x in across if left <= x <= right]
+
+
+def _plot(shapes: Sequence[str], axes: _Axes, title: str, data: Mapping[str, object] | None = None) -> Markup:
+    """`data`: what the page's script reads out at the cursor."""
+    live = json.dumps(data) if data else ""
+    return part("plot", Markup("".join(shapes)), axes.ups(), axes.downs(), axes.x_label, title, live)
 
 
 def column_chart(
@@ -200,18 +195,18 @@ def column_chart(
     x_label: str,
     text: Text,
     note: str = "",
-) -> str:
+) -> Markup:
     """Return a chart of stacked columns (position, parts), averaged in bins if there are many.
 
     Returns an empty string without columns.
     """
     if not columns:
-        return ""
+        return Markup()
 
     each = -(-len(columns) // MAX_COLUMNS)
     bins = [columns[i : i + each] for i in range(0, len(columns), each)]
     stacks = [
-        ({part: sum(c[1].get(part, 0.0) for c in found) / len(found) for part in colours}, found)
+        ({name: sum(c[1].get(name, 0.0) for c in found) / len(found) for name in colours}, found)
         for found in bins
     ]
     marks = ticks(0.0, max(sum(parts.values()) for parts, _ in stacks) or 1.0)
@@ -229,48 +224,51 @@ def column_chart(
         )
 
         rects = ""
-        for part, value in parts.items():
+        for reason, value in parts.items():
             height = value / marks[-1] * HEIGHT
             base -= height
             if height > 0.05:
                 rects += (
-                    f'<rect class="{colours[part]}" x="{place * width + width * 0.06:.2f}" '
+                    f'<rect class="{colours[reason]}" x="{place * width + width * 0.06:.2f}" '
                     f'y="{base:.2f}" width="{width * 0.88:.2f}" height="{height:.2f}"/>'
                 )
 
         shapes.append(
-            f'<g data-tip="{escape(tip, quote=True)}"><rect class="hit" x="{place * width:.2f}" y="0" '
+            f'<g data-tip="{escape(tip)}"><rect class="hit" x="{place * width:.2f}" y="0" '
             f'width="{width:.2f}" height="{HEIGHT:.0f}"/>{rects}</g>'
         )
 
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
-        f'aria-hidden="true">{"".join(shapes)}</svg>'
-    )
-
     left, right = columns[0][0], columns[-1][0]
     half = (right - left) / max(1, len(stacks) - 1) / 2 if len(stacks) > 1 else 0.5
-    across = sorted({round(x) for x in ticks(left, right, 5) if left <= x <= right})
+    axes = _Axes(
+        marks=marks,
+        across=sorted({round(x) for x in ticks(left, right, 5) if left <= x <= right}),
+        left=left - half,
+        right=right + half,
+        x_label=x_label,
+        text=text,
+    )
 
-    used = [part for part in colours if any(parts[part] > 0 for parts, _ in stacks)]
-    totals = {part: sum(c[1].get(part, 0.0) for c in columns) / len(columns) for part in used}
-    body = _plot(svg, marks, across, left - half, right - left + 2 * half, text, x_label, None, title)
-    says = "Mean: " + "; ".join(f"{labels[part]} {text(value)}" for part, value in totals.items())
+    used = [name for name in colours if any(parts[name] > 0 for parts, _ in stacks)]
+    totals = {name: sum(c[1].get(name, 0.0) for c in columns) / len(columns) for name in used}
+    says = "Mean: " + "; ".join(f"{labels[name]} {text(value)}" for name, value in totals.items())
 
     return figure(
-        title, body + legend([(colours[part], labels[part]) for part in used]), says=says, note=note
+        title,
+        _plot(shapes, axes, title) + legend([(colours[name], labels[name]) for name in used]),
+        says=says,
+        note=note,
     )
 
 
-def share_bar(parts: Sequence[tuple[str, float, str]], title: str) -> str:
+def share_bar(parts: Sequence[tuple[str, float, str]], title: str) -> Markup:
     """Return one bar of 100 % with parts (CSS class of the colour, share, text)."""
-    cells = "".join(
-        f'<b class="{colour}" style="width:{share:.3%}" '
-        f'data-tip="{escape(text, quote=True)}">{percent(share) if share >= 0.08 else ""}</b>'
+    cells = [
+        (colour, f"{share:.3%}", percent(share) if share >= 0.08 else "", text)
         for colour, share, text in parts
         if share > 0
-    )
-    return f'<div class="shares" role="img" aria-label="{escape(title, quote=True)}">{cells}</div>'
+    ]
+    return part("share_bar", cells, title)
 
 
 def histogram(
@@ -281,37 +279,35 @@ def histogram(
     x_label: str,
     note: str = "",
     other: tuple[Mapping[str, float], str] | None = None,
-) -> str:
+) -> Markup:
     """Return a histogram of shares by name; `other` adds the columns of another run."""
     sets = [(shares, colour), *([other] if other else [])]
     highest = max((share for values, _ in sets for share in values.values()), default=0.0) or 1.0
     names = list(dict.fromkeys(name for values, _ in sets for name in values))
 
-    cells = ""
-    for name in names:
-        bars = "".join(
-            f'<i class="{kind}" style="height:{values.get(name, 0.0) / highest:.1%}" '
-            f'data-tip="{escape(f"{x_label} {name}: {percent(values.get(name, 0.0))}", quote=True)}"></i>'
-            for values, kind in sets
+    columns = [
+        (
+            name,
+            " / ".join(percent(values.get(name, 0.0)) for values, _ in sets),
+            [
+                (
+                    kind,
+                    f"{values.get(name, 0.0) / highest:.1%}",
+                    f"{x_label} {name}: {percent(values.get(name, 0.0))}",
+                )
+                for values, kind in sets
+            ],
         )
-        figures = " / ".join(percent(values.get(name, 0.0)) for values, _ in sets)
-        cells += (
-            f'<li><span class="value">{figures}</span><span class="bars">{bars}</span><span '
-            f'class="name">{escape(name)}</span></li>'
-        )
+        for name in names
+    ]
 
     says = "; ".join(f"{name}: {percent(share)}" for name, share in shares.items())
-    return figure(
-        title,
-        f'<ol class="histogram">{cells}</ol><div class="x-label">{escape(x_label)}</div>',
-        says=says,
-        note=note,
-    )
+    return figure(title, part("histogram", columns, x_label), says=says, note=note)
 
 
-def strip(spans: Sequence[tuple[float, float]], colour: str, start: float, end: float) -> str:
+def strip(spans: Sequence[tuple[float, float]], colour: str, start: float, end: float) -> Markup:
     """Draw a timeline row of a stage: solid while it computes, paler in bins with partial work."""
-    return _stretched(_runs([[(colour, share)] for share in _shares_of(spans, start, end)]))
+    return Markup(_runs([[(colour, share)] for share in _shares_of(spans, start, end)]))
 
 
 def stack(
@@ -320,12 +316,12 @@ def stack(
     start: float,
     end: float,
     is_work: Callable[[str], bool],
-) -> str:
+) -> Markup:
     """Draw a timeline row of a pool: the share of each reason, with work below and waits above."""
     reasons = sorted({what for _, _, what in spans}, key=lambda what: (not is_work(what), what))
     shares = {what: _shares_of([(a, b) for a, b, w in spans if w == what], start, end) for what in reasons}
     bins = len(next(iter(shares.values()), []))
-    return _stretched(
+    return Markup(
         _runs(
             [
                 [(colour(what), shares[what][n]) for what in reasons if shares[what][n] > 0.004]
@@ -370,10 +366,3 @@ def _runs(bins: Sequence[Sequence[tuple[str, float]]], *, stacked: bool = False)
             )
         at += length
     return shapes
-
-
-def _stretched(shapes: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
-        f'aria-hidden="true">{shapes}</svg>'
-    )

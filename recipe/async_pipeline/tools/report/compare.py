@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import fmean, median
 from typing import Literal
 
+from markupsafe import Markup
+
 from ...observe.wording import amount, colour_of, percent, reason_in_words, seconds
 from .advice import advise
-from .charts import Line, Text, figure, legend, line_chart, share_bar
+from .charts import Line, Text, figure, grid, legend, line_chart, share_bar
 from .data import RunData, changed_settings
-from .html_page import page
-from .page import advice_list, section
+from .html_page import TEMPLATES, page, part
+from .page import advice_list
 from .sections import RUN_COLOURS, fates, freshness, learning, ordered
 from .series import Series
 
@@ -25,41 +26,21 @@ def compare_page(a: RunData, b: RunData) -> str:
     """Return the page of `async-pipeline report A B`."""
     runs = (a, b)
     sections = [
-        _header(runs),
-        section("figures", "Results", _figures(a, b)),
-        section("settings", "Different settings", _settings(a, b)),
-        section("devices", "Device-seconds", _devices(runs)),
-        section("steps", "Step time", _steps(runs)),
-        section("learning", "Learning", learning(runs)),
-        section("freshness", "Age of samples", freshness(runs)),
-        section("advice", "Advice for each run", _advice(runs)),
-        section(
-            "samples",
-            "Fates of groups",
-            f'<div class="grid">{fates(a, "A: ")}{fates(b, "B: ")}</div>',
-        ),
+        ("figures", "Results", _figures(a, b)),
+        ("settings", "Different settings", _settings(a, b)),
+        ("devices", "Device-seconds", _devices(runs)),
+        ("steps", "Step time", _steps(runs)),
+        ("learning", "Learning", learning(runs)),
+        ("freshness", "Age of samples", freshness(runs)),
+        ("advice", "Advice for each run", _advice(runs)),
+        ("samples", "Fates of groups", grid(fates(a, "A: "), fates(b, "B: "))),
     ]
-    return page(f"{a.name} against {b.name}", "\n".join(filter(None, sections)))
-
-
-def _header(runs: Sequence[RunData]) -> str:
-    rows = "".join(
-        f'<li><i class="swatch {RUN_COLOURS[n]}"></i><strong>{"AB"[n]}</strong>: {escape(run.name)}, '
-        f"{escape(run.strategy)}, {run.steps} steps, {escape(run.status)}</li>"
-        for n, run in enumerate(runs)
-    )
-
-    missing = [f"{'AB'[n]}: {text}" for n, run in enumerate(runs) for text in run.missing]
-    listed = "".join(f"<li>{escape(text)}</li>" for text in missing)
-    partial = (
-        f'<div class="banner"><strong>This comparison is partial.</strong><ul>{listed}</ul></div>'
-        if missing
-        else ""
-    )
-
-    return (
-        '<header><p class="kicker">async_pipeline</p><h1>A against B</h1><ul '
-        f'class="facts">{rows}</ul>{partial}</header>'
+    return page(
+        f"{TEMPLATES}/compare.html",
+        title=f"{a.name} against {b.name}",
+        runs=[("AB"[n], RUN_COLOURS[n], run) for n, run in enumerate(runs)],
+        missing=[f"{'AB'[n]}: {text}" for n, run in enumerate(runs) for text in run.missing],
+        sections=sections,
     )
 
 
@@ -143,30 +124,19 @@ def _known(a: RunData, b: RunData) -> list[_Figure]:
     return [one for one in found if one.a is not None and one.b is not None]
 
 
-def _figures(a: RunData, b: RunData) -> str:
-    rows = ""
+def _figures(a: RunData, b: RunData) -> Markup:
+    rows = []
     for one in _known(a, b):
         assert one.a is not None and one.b is not None
-        kind = f' class="{one.verdict}"' if one.verdict else ""
-        rows += (
-            f'<tr><th scope="row">{one.name}</th><td>{one.text(one.a)}</td><td>{one.text(one.b)}</td>'
-            f"<td{kind}>{one.change} {one.verdict}</td></tr>"
-        )
-
-    head = (
-        '<thead><tr><th scope="col">figure</th><th scope="col">A</th><th scope="col">B</th><th '
-        'scope="col">B against A</th></tr></thead>'
-    )
-
-    return (
-        figure(
-            "Figures",
-            f"<table>{head}<tbody>{rows}</tbody></table>",
-            note="One run each: differences of a few per cent are within the noise.",
-            wide=True,
-        )
-        if rows
-        else ""
+        change = part("verdict", one.change, one.verdict)
+        rows.append((one.name, one.text(one.a), one.text(one.b), change))
+    if not rows:
+        return Markup()
+    return figure(
+        "Figures",
+        part("table", ("figure", "A", "B", "B against A"), rows, ""),
+        note="One run each: differences of a few per cent are within the noise.",
+        wide=True,
     )
 
 
@@ -186,38 +156,34 @@ def _of(run: RunData, what: str) -> float | None:
     return float(getattr(run.typical, what)) if run.typical is not None and run.typical.steady_s else None
 
 
-def _settings(a: RunData, b: RunData) -> str:
+def _settings(a: RunData, b: RunData) -> Markup:
     if not a.config or not b.config:
-        return "<p>Unknown: at least one run has no config.json.</p>"
+        return part("paragraph", "Unknown: at least one run has no config.json.", file="sections")
 
     changed = changed_settings(a.config, b.config)
     if not changed:
-        return "<p>Only names and paths differ.</p>"
+        return part("paragraph", "Only names and paths differ.", file="sections")
 
-    rows = "".join(
-        f'<tr><th scope="row"><code>{escape(key)}</code></th><td>{escape(x)}</td><td>{escape(y)}</td></tr>'
-        for key, x, y in changed[:MAX_SETTINGS]
-    )
+    rows = [(part("code", key), x, y) for key, x, y in changed[:MAX_SETTINGS]]
     more = f"{len(changed) - MAX_SETTINGS} more are not shown." if len(changed) > MAX_SETTINGS else ""
-    head = '<thead><tr><th scope="col">setting</th><th scope="col">A</th><th scope="col">B</th></tr></thead>'
     return figure(
         f"{len(changed)} settings",
-        f'<table class="settings">{head}<tbody>{rows}</tbody></table>',
+        part("table", ("setting", "A", "B"), rows, "settings"),
         note=more,
         wide=True,
     )
 
 
-def _devices(runs: Sequence[RunData]) -> str:
-    html, used = "", {}
+def _devices(runs: Sequence[RunData]) -> Markup:
+    figures, used = [], {}
     pools = list(dict.fromkeys(name for run in runs if run.accounting for name in run.accounting.pools))
 
     for pool in pools:
-        bars = ""
+        bars = []
         for n, run in enumerate(runs):
             account = run.accounting.pools.get(pool) if run.accounting else None
             if account is None:
-                bars += f"<p>{'AB'[n]}: has no such pool</p>"
+                bars.append((f"{'AB'[n]}: has no such pool", Markup()))
                 continue
 
             steady = {reason: s for reason, s in account.seconds.items() if reason != "start_up"}
@@ -233,22 +199,21 @@ def _devices(runs: Sequence[RunData]) -> str:
                 for r, s, share in parts
             ]
             plural = "s" if account.devices != 1 else ""
-            bars += (
-                f'<p class="bar-name">{"AB"[n]}: {account.devices} device{plural}</p>'
-                f"{share_bar(cells, f'pool {pool} of {run.name}')}"
+            bars.append(
+                (
+                    f"{'AB'[n]}: {account.devices} device{plural}",
+                    share_bar(cells, f"pool {pool} of {run.name}"),
+                )
             )
-        html += figure(f"Pool {pool}", bars)
+        figures.append(figure(f"Pool {pool}", part("pool_bars", bars)))
 
     if not used:
-        return ""
-    keys = legend([(colour, reason_in_words(reason)) for reason, colour in used.items()])
-    return (
-        '<p class="lead">Since the first version was served. Solid is work; stripes are '
-        f'waiting.</p><div class="grid">{html}</div>{keys}'
-    )
+        return Markup()
+    charts = grid(*figures, lead="Since the first version was served. Solid is work; stripes are waiting.")
+    return charts + legend([(colour, reason_in_words(reason)) for reason, colour in used.items()])
 
 
-def _steps(runs: Sequence[RunData]) -> str:
+def _steps(runs: Sequence[RunData]) -> Markup:
     lines = [
         Line(
             label=f"{'AB'[n]}: {run.name}",
@@ -261,8 +226,9 @@ def _steps(runs: Sequence[RunData]) -> str:
     return line_chart("Seconds of each step", lines, x_label="step", text=seconds, low=0.0)
 
 
-def _advice(runs: Sequence[RunData]) -> str:
-    return "".join(
-        f'<h3 class="of-run">{"AB"[n]}: {escape(run.name)}</h3>{advice_list(advise(run), run)}'
-        for n, run in enumerate(runs)
+def _advice(runs: Sequence[RunData]) -> Markup:
+    return part(
+        "advice_of_runs",
+        [(f"{'AB'[n]}: {run.name}", advice_list(advise(run), run)) for n, run in enumerate(runs)],
+        file="sections",
     )

@@ -103,8 +103,19 @@ class RunData:
     ess: float | None = None
     """Mean effective sample size of the importance weights, as a share of the samples."""
     error: str = ""
+    engine: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     missing: Sequence[str] = ()
+
+    @property
+    def least_explained(self) -> tuple[float, str] | None:
+        """The smallest share of served elements that an engine's own tables explain, and which tensors they
+        do not, or None if no publication has it.
+        """
+        known = [
+            (p.explained_share, p.unexplained) for p in self.publications if p.explained_share is not None
+        ]
+        return min(known, default=None)
 
     @property
     def typical(self) -> Accounting | None:
@@ -173,6 +184,7 @@ def data_of(files: RunFiles) -> RunData:
         answer_s=series_of(rows, f"{PREFIX}bias/seconds/trained_mean").y,
         ess=_mean(series_of(rows, f"{PREFIX}off_policy/ess/all").y),
         error=str(summary.get("error") or ""),
+        engine=files.engine,
         config=files.config,
         missing=files.missing,
         **{key: value for key, value in found.items() if key != "counted"},

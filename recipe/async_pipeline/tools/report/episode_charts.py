@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from markupsafe import Markup
+
 from ...observe.wording import seconds
-from .charts import Line, figure, legend, line_chart, share_bar
+from .charts import Line, figure, grid, legend, line_chart, share_bar
 from .episode_figures import EpisodeFigures
 
 END_COLOURS = {
@@ -18,11 +20,11 @@ END_COLOURS = {
 OTHER_COLOUR = "c-other"
 
 
-def episodes(found: EpisodeFigures) -> str:
+def episodes(found: EpisodeFigures) -> Markup:
     """Return charts of success, turns and waits, and a bar of the ends."""
     total = sum(found.ends.values())
     if not total:
-        return ""
+        return Markup()
     success = line_chart(
         "Success: episodes that ended by themselves with a reward",
         [Line(label="share", series=found.success, colour="c-sync")],
@@ -72,4 +74,4 @@ def episodes(found: EpisodeFigures) -> str:
         note=again,
         wide=True,
     )
-    return f'<div class="grid">{success}{turns}{waits}{gateway}</div>{ends}'
+    return grid(success, turns, waits, gateway) + ends

@@ -9,16 +9,27 @@ wrote which part of a response (`verl_bridge.trainer.episode_texts`).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.ledger_audit import valid
 from ...core.session_keys import last_keys
 from ...errors import RunFilesError
 from ...observe.agent_output import KeptOutput, read_outputs
 from ...observe.ledger_file import NAME
+
+
+class TextPart(NamedTuple):
+    """A part of a response that one version of the policy wrote, or that the policy read."""
+
+    own: bool
+    """Whether the policy wrote it."""
+    text: str
+    version: int | None = None
+    """None if the policy read it, or if the version is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +49,8 @@ class EpisodeRecord:
     prompt: str | None = None
     """None: its text is not known."""
     response: str | None = None
-    parts: tuple[tuple[bool, str], ...] = ()
-    """The parts of the response in order, each with whether the policy wrote it; empty without a text."""
+    parts: tuple[TextPart, ...] = ()
+    """The parts of the response in order; empty without a text. Adjacent ones of the policy are one turn."""
     turns: int = 1
     """Answers of the policy."""
     place: Mapping[str, Any] = field(default_factory=dict)
@@ -81,6 +92,26 @@ def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
     if texts and (without := sum(one.response is None for one in known)):
         why = f"the text of {without} of {len(known)} responses is not in the file of step {chosen}"
     return EpisodesRead(step=chosen, episodes=tuple(known), without_text=why, outputs=outputs)
+
+
+def by_episode(records: Iterable[EpisodeRecord]) -> list[list[EpisodeRecord]]:
+    """Return the conversations of each episode. `records`: in the order of their keys."""
+    episodes: list[list[EpisodeRecord]] = [[]]
+    for one in records:
+        episodes[-1].append(one)
+        if one.is_last:
+            episodes.append([])
+    return [one for one in episodes if one]
+
+
+def lowest_rewards(episodes: Sequence[list[EpisodeRecord]], count: int | None) -> list[list[EpisodeRecord]]:
+    """Return at most `count` episodes, the lowest reward first; the last conversation has the reward."""
+
+    def rank(episode: list[EpisodeRecord]) -> float:
+        reward = episode[-1].reward
+        return -math.inf if reward is None else reward
+
+    return sorted(episodes, key=rank)[:count]
 
 
 def _trained(ledger: Path) -> dict[int, list[Mapping[str, Any]]]:
@@ -126,12 +157,19 @@ def _record(one: Mapping[str, Any], step: int, last: Collection[str]) -> Episode
 
 def _with_text(one: EpisodeRecord, text: Mapping[str, Any]) -> EpisodeRecord:
     response = str(text.get("output"))
+    first, last = one.versions
+    known = first if first == last else None
     parts = text.get("turns") or [[True, response]]
     return replace(
         one,
         prompt=str(text.get("input")),
         response=response,
-        parts=tuple((bool(own), str(part)) for own, part in parts),
+        parts=tuple(
+            TextPart(bool(own), str(part), version[0] if version and version[0] is not None else known)
+            if own
+            else TextPart(False, str(part))
+            for own, part, *version in parts
+        ),
         place=text.get("place") or {},
     )
 

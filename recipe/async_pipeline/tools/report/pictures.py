@@ -5,33 +5,31 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
-from html import escape
+
+from markupsafe import Markup
 
 from ...observe.picture_folder import Picture
 from ...observe.wording import amount
 from .charts import Line, figure, line_chart
+from .html_page import part
 from .series import Series
 
 SHOWN_STEPS = 8
 """Rows of the grid: the first and the last step, and others evenly between them."""
 
 
-def pictures(found: Sequence[Picture], mismatch: Series) -> str:
+def pictures(found: Sequence[Picture], mismatch: Series) -> Markup:
     """Return a grid with a row for each shown step, and a chart of how far engine and trainer disagree."""
     if not found:
-        return ""
+        return Markup()
     by_step: dict[int, list[Picture]] = {}
     for one in found:
         by_step.setdefault(one.step, []).append(one)
     steps = spread(sorted(by_step), SHOWN_STEPS)
-    rows = "".join(
-        f'<tr><th scope="row">step {step}<br>{_versions(by_step[step])}</th>'
-        f"{''.join(map(_cell, by_step[step]))}</tr>"
-        for step in steps
-    )
+    rows = [(step, _versions(by_step[step]), [*map(_cell, by_step[step])]) for step in steps]
     grid = figure(
         "Pictures by step, with the version that drew them",
-        f'<table class="pictures"><tbody>{rows}</tbody></table>',
+        part("pictures", rows),
         note=f"{len(steps)} of {len(by_step)} steps with pictures. Under each: its prompt and its reward.",
         wide=True,
     )
@@ -57,8 +55,7 @@ def _versions(row: Sequence[Picture]) -> str:
     return f"version {first}" if first == last else f"versions {first} to {last}"
 
 
-def _cell(one: Picture) -> str:
-    text = escape(one.prompt, quote=True)
-    reward = "" if one.reward is None else f"<br>reward {amount(one.reward)}"
-    source = f"data:image/png;base64,{b64encode(one.png).decode()}"
-    return f'<td><img src="{source}" alt="{text}"><span>{text}{reward}</span></td>'
+def _cell(one: Picture) -> tuple[str, str, str]:
+    """Return the source, the prompt and the reward of a picture."""
+    reward = "" if one.reward is None else f"reward {amount(one.reward)}"
+    return f"data:image/png;base64,{b64encode(one.png).decode()}", one.prompt, reward

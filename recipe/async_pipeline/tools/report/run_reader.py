@@ -14,6 +14,7 @@ from ...core.replay import start_facts
 from ...errors import RunFilesError
 from ...observe.event_file import read_events
 from ...observe.picture_folder import Picture, read_pictures
+from ...observe.wording import ENGINE_LINE
 
 PREFIX = "async_pipeline/"
 
@@ -38,6 +39,8 @@ class RunFiles:
     """Validations; `step` is the validated version."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    engine: str = ""
+    """Version of vLLM, its model runner and attention, as the run printed it."""
     pictures: Sequence[Picture] = ()
     missing: Sequence[str] = ()
 
@@ -71,9 +74,20 @@ def read_run(path: Path) -> RunFiles:
             path / "summary.json", missing, "the run is still running, or was killed before its end"
         ),
         config=_mapping(path / "config.json", missing, "settings cannot be compared"),
+        engine=_engine(path / "run.log"),
         pictures=read_pictures(path, missing),
         missing=tuple(missing),
     )
+
+
+def _engine(path: Path) -> str:
+    """Return the first line in a run's output that says which engine it met; empty without one."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            met = (ENGINE_LINE.search(line) for line in lines)
+            return next((match[1].strip() for match in met if match), "")
+    except OSError:
+        return ""
 
 
 def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from html import escape
 from statistics import median
+
+from markupsafe import Markup
 
 from ...observe.accounting import StepAccount, is_work
 from ...observe.wording import (
@@ -19,8 +20,9 @@ from ...observe.wording import (
     role_colour,
     seconds,
 )
-from .charts import Line, column_chart, figure, histogram, legend, line_chart, share_bar
-from .data import FATES, Published, RunData
+from .charts import Line, column_chart, figure, grid, histogram, legend, line_chart, share_bar
+from .data import FATES, RunData
+from .html_page import part
 from .series import Series
 
 RUN_COLOURS = ("c-generate", "c-train")
@@ -33,12 +35,12 @@ FATE_COLOURS = {
 }
 
 
-def device_seconds(run: RunData) -> str:
+def device_seconds(run: RunData) -> Markup:
     """Return a bar and a table of the device-seconds of each pool."""
     if run.accounting is None:
-        return ""
+        return Markup()
 
-    html = ""
+    figures = []
     for name, pool in run.accounting.pools.items():
         parts = ordered(pool.seconds, pool.total)
         bar = share_bar(
@@ -48,29 +50,28 @@ def device_seconds(run: RunData) -> str:
             ],
             f"pool {name}",
         )
-
-        rows = "".join(
-            '<tr><th scope="row"><i class="swatch '
-            f'{colour_of(r)}"></i>{escape(reason_in_words(r))}</th><td>{percent(share)}</td><td>{s:,.1f}</td></tr>'
-            for r, s, share in parts
+        table = part(
+            "table",
+            ("activity", "share", "device-seconds"),
+            [
+                (part("swatch", colour_of(r), reason_in_words(r)), percent(share), f"{s:,.1f}")
+                for r, s, share in parts
+            ],
+            "",
         )
-        table = (
-            '<table><thead><tr><th scope="col">activity</th><th scope="col">share</th><th '
-            f'scope="col">device-seconds</th></tr></thead><tbody>{rows}</tbody></table>'
-        )
-
         devices = (
             f"{pool.devices} device{'s' if pool.devices != 1 else ''} for "
             f"{seconds(run.accounting.wall_s)}, of which {percent(_worked(pool.seconds, pool.total))} is "
             f"work. Stages: {', '.join(pool.roles)}."
         )
-        html += figure(f"Pool {name}", bar + table, note=escape(devices))
+        figures.append(figure(f"Pool {name}", bar + table, note=devices))
 
-    return (
-        '<p class="lead">Every second of every device has one reason, and the sum is devices × time. '
+    return grid(
+        *figures,
+        lead="Every second of every device has one reason, and the sum is devices × time. "
         "Solid is work; stripes are waiting. The timeline counts generation as work while any response is "
         "open; this table subtracts the time in which, by the engines' own measurement, all open responses "
-        f'were in tools or reward functions.</p><div class="grid">{html}</div>'
+        "were in tools or reward functions.",
     )
 
 
@@ -84,10 +85,10 @@ def _worked(found: Mapping[str, float], total: float) -> float:
     return sum(s for reason, s in found.items() if is_work(reason)) / total if total else 0.0
 
 
-def step_chart(run: RunData) -> str:
+def step_chart(run: RunData) -> Markup:
     """Return a chart of each step's seconds by the stage that the trainer waited for."""
     if run.accounting is None or not run.accounting.steps:
-        return ""
+        return Markup()
 
     steps, left_out = _without_a_long_first(run.accounting.steps)
     total: Counter[str] = Counter()
@@ -106,7 +107,7 @@ def step_chart(run: RunData) -> str:
         {role: "training" if role == "train" else reason_in_words(_reason(role)) for role in roles},
         x_label="step",
         text=seconds,
-        note=f"The critical stage, which took most of a step: {escape(counts)}.{left_out}",
+        note=f"The critical stage, which took most of a step: {counts}.{left_out}",
     )
 
 
@@ -123,7 +124,7 @@ def _without_a_long_first(steps: Sequence[StepAccount]) -> tuple[Sequence[StepAc
     return (
         steps[1:],
         f" The first step is left out: it took {seconds(took[0])}, of which "
-        f"{seconds(max(steps[0].seconds.values()))} for {escape(steps[0].critical)}.",
+        f"{seconds(max(steps[0].seconds.values()))} for {steps[0].critical}.",
     )
 
 
@@ -143,7 +144,7 @@ def _lines(
     ]
 
 
-def learning(runs: Sequence[RunData]) -> str:
+def learning(runs: Sequence[RunData]) -> Markup:
     """Return charts of reward and response length, and of a mixture's load of its experts."""
     single = runs[0] if len(runs) == 1 else None
     dots = (
@@ -178,16 +179,15 @@ def learning(runs: Sequence[RunData]) -> str:
         x_label="step",
         low=1.0,
     )
-    charts = reward + length + experts
-    return f'<div class="grid">{charts}</div>' if charts else ""
+    return grid(reward, length, experts)
 
 
-def freshness(runs: Sequence[RunData]) -> str:
+def freshness(runs: Sequence[RunData]) -> Markup:
     """Return a histogram of the lag and a chart of it over the steps."""
     first, other = runs[0], runs[1] if len(runs) > 1 else None
     named = [{str(lag): share for lag, share in run.lag_share.items()} for run in runs]
     if not any(named):
-        return ""
+        return Markup()
 
     allowed = first.max_lag or 0
     bars = histogram(
@@ -205,7 +205,7 @@ def freshness(runs: Sequence[RunData]) -> str:
     ]
     title = "Mean and largest lag, versions" if not other else "Mean lag, versions"
     chart = line_chart(title, lines, x_label="step", low=0.0, high=1.0)
-    return f'<div class="grid">{bars}{chart}</div>'
+    return grid(bars, chart)
 
 
 _PLACES = {
@@ -215,11 +215,11 @@ _PLACES = {
 }
 
 
-def queues(run: RunData) -> str:
+def queues(run: RunData) -> Markup:
     """Return a chart of the number of groups in each place over time."""
     known = {place: _by_time(series) for place, series in run.queues.items()}
     if not known:
-        return ""
+        return Markup()
     moments = next(iter(known.values())).x
     return column_chart(
         "Groups by place",
@@ -244,11 +244,11 @@ def _by_time(series: Series, bins: int = 120) -> Series:
     return Series(x=[start + (n + 0.5) * width for n in range(bins)], y=[value / width for value in area])
 
 
-def publications(run: RunData) -> str:
+def publications(run: RunData) -> Markup:
     """Return charts of the duration of each weight update and of the pause of the replicas."""
     done = run.publications
     if not done:
-        return ""
+        return Markup()
 
     parts = {
         "gather": "gather: into host memory, while the trainer waits",
@@ -257,8 +257,7 @@ def publications(run: RunData) -> str:
     }
     colours = {"gather": "c-train", "prepare": "c-logp", "load": "c-generate"}
     stall, size = median(p.stall_s for p in done), median(p.num_bytes for p in done)
-    least = min((p for p in done if p.explained_share is not None), key=_explained, default=None)
-    coverage = "" if least is None else f" {escape(map_coverage(_explained(least), least.unexplained))}."
+    coverage = "" if run.least_explained is None else f" {map_coverage(*run.least_explained)}."
 
     chart = column_chart(
         "Seconds of each weight update",
@@ -285,18 +284,14 @@ def publications(run: RunData) -> str:
         low=0.0,
         note=f"Median {seconds(stall)}; generation continues during the rest of the update.",
     )
-    return f'<div class="grid">{chart}{line}</div>'
+    return grid(chart, line)
 
 
-def _explained(one: Published) -> float:
-    return one.explained_share or 0.0
-
-
-def fates(run: RunData, name: str = "") -> str:
+def fates(run: RunData, name: str = "") -> Markup:
     """Return a bar of the fates of all drawn groups; `name` prefixes the title."""
     drawn = sum(run.fates.values())
     if not drawn:
-        return ""
+        return Markup()
 
     parts = [
         (

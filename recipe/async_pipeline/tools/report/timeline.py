@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
+
+from markupsafe import Markup
 
 from ...core.events import Interval
 from ...observe.accounting import is_work
 from ...observe.wording import colour_of, reason_in_words, role_colour
-from .charts import figure, stack, strip, ticks
+from .charts import figure, stack, strip, tick_places, ticks
 from .data import RunData, Span
+from .html_page import part
 
 CLOSE_UP_STEPS = 4
 MAX_SPANS = 40_000
@@ -23,10 +25,10 @@ Row = tuple[str, str, Sequence[Span]]
 """Kind (`pool`, `role` for a stage of the pool above, `no device` for other stages), label, spans."""
 
 
-def timeline(run: RunData) -> str:
+def timeline(run: RunData) -> Markup:
     """Return the overview and the close-up of a few middle steps, or an empty string without events."""
     if not run.pools or run.accounting is None:
-        return ""
+        return Markup()
 
     end = max(b for spans in run.pools.values() for _, b, _ in spans)
 
@@ -35,7 +37,7 @@ def timeline(run: RunData) -> str:
 
     whole = figure(
         "The whole run",
-        f'<div class="lanes" id="overview">{_drawn(rows, 0.0, end)}</div>',
+        part("overview", _drawn(rows, 0.0, end)),
         wide=True,
         says="Share of time that each stage computed: "
         + "; ".join(f"{role} {_total(s) / end:.0%}" for role, s in run.roles.items()),
@@ -46,14 +48,7 @@ def timeline(run: RunData) -> str:
     steps = [step for step, at in run.step_ends.items() if first < at <= last]
     close = figure(
         "Close-up",
-        '<div class="tools" hidden><button type="button" data-go="left">earlier</button><button '
-        'type="button" data-go="right">later</button>'
-        '<button type="button" data-go="in">closer</button><button type="button" '
-        'data-go="out">wider</button>'
-        f'<button type="button" data-go="all">whole run</button></div>'
-        '<div class="lanes" id="closeup" tabindex="0" role="group" aria-label="Close-up of the timeline: '
-        'arrow keys move, plus and minus zoom"'
-        f"{_data(rows, end, first, last)}>{_drawn(rows, first, last)}</div>",
+        part("closeup", _drawn(rows, first, last), _data(rows, end, first, last)),
         wide=True,
         note=f"Steps {steps[0]} to {steps[-1]}, from {first:.1f} s to {last:.1f} s." if steps else "",
     )
@@ -98,34 +93,23 @@ def _role(roles: Mapping[str, Sequence[Interval]], role: str, end: float, kind: 
     return kind, role, merged
 
 
-def _drawn(rows: Sequence[Row], start: float, end: float) -> str:
-    html, without_devices = "", next((label for kind, label, _ in rows if kind == "no device"), None)
+def _drawn(rows: Sequence[Row], start: float, end: float) -> Markup:
+    lanes: list[tuple[str, str, Markup | None]] = []
+    without_devices = next((label for kind, label, _ in rows if kind == "no device"), None)
     for kind, label, spans in rows:
-        picture = (
+        if label == without_devices:
+            lanes.append(("pool", "no device", None))
+        shapes = (
             stack(spans, colour_of, start, end, is_work)
             if kind == "pool"
             else strip([(a, b) for a, b, _ in spans], role_colour(label), start, end)
         )
-
-        if label == without_devices:
-            html += '<div class="lane pool"><span class="lane-name">no device</span></div>'
-        html += (
-            f'<div class="lane {"pool" if kind == "pool" else "role"}"><span '
-            f'class="lane-name">{escape(label)}</span><div class="lane-area">{picture}</div></div>'
-        )
-
-    across = [t for t in ticks(start, end, 5) if start <= t <= end]
-    marks = "".join(
-        f'<span style="left:{(t - start) / ((end - start) or 1):.2%}">{t:,.6g}</span>' for t in across
-    )
-    return (
-        f'{html}<div class="lane axis"><span class="lane-name"></span><div class="lane-area '
-        f'downs">{marks}</div></div><div class="x-label">seconds since the pipeline started</div>'
-    )
+        lanes.append(("pool" if kind == "pool" else "role", label, shapes))
+    return part("lanes", lanes, tick_places(ticks(start, end, 5), start, end))
 
 
 def _data(rows: Sequence[Row], end: float, first: float, last: float) -> str:
-    """Return the attribute with the data of the page's script, or an empty string if it is too large."""
+    """Return the data of the page's script as JSON, or an empty string if it is too large."""
     if sum(len(spans) for _, _, spans in rows) > MAX_SPANS:
         return ""
 
@@ -162,4 +146,4 @@ def _data(rows: Sequence[Row], end: float, first: float, last: float) -> str:
         "kinds": kinds,
         "rows": drawn,
     }
-    return f' data-timeline="{escape(json.dumps(data, separators=(",", ":")), quote=True)}"'
+    return json.dumps(data, separators=(",", ":"))

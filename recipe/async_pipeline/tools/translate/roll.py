@@ -10,23 +10,41 @@ accumulation x data-parallel ranks.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ...config.agentic import AgenticConfig
-from ...config.foreign_keys import Document, Outcome, Rule, by_hand, differs, nothing, one_of, only, to
+from ...config.foreign_keys import (
+    Document,
+    Outcome,
+    Rule,
+    by_hand,
+    differs,
+    nothing,
+    one_of,
+    only,
+    to,
+    untruncated,
+)
 from ...config.paths import select
 from ...errors import ConfigError
 from .roll_run import MEGATRON, RUN, STRATEGY, by_engine
-from .rules import Table, TranslatedFile, devices, quotient, translate, whole
+from .roll_workers import TEMPLATE, WORKERS
+from .rules import NODE_DEVICES, Table, TranslatedFile, device_ids, devices, quotient, translate, whole
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _AGENTIC = f"+{AgenticConfig.PATH}"
 _TRAIN = "actor_train.strategy_args"
+_ENGINE = "actor_infer.strategy_args.strategy_config"
 _ENVS, _RLVR_GROUP = "train_env_manager", "num_return_sequences_in_group"
 PROMPT_TOKENS = 512
 """verl's default of data.max_prompt_length, which an agentic file does not state."""
+BATCH = 128
+"""ROLL's default of rollout_batch_size."""
+ROLLS_PROMPT_TOKENS = 1024
+"""ROLL's default of prompt_length."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ENVIRONMENTS = {"frozen_lake": "frozen_lake"}
 """ROLL's types of environments that this package has, by its own name of them."""
@@ -35,14 +53,23 @@ ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus", "gae": "gae"}
 ALSO = {"+async_pipeline": True}
 FSDP = {"deepspeed_train": "fsdp2", "fsdp2_train": "fsdp2"}
 TENSOR_PARALLEL = f"{_ROLLOUT}.tensor_model_parallel_size"
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    # verl's default is token-mean.
+    "actor_train": {f"{_ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+    # verl's default is 2.
+    "actor_infer": {TENSOR_PARALLEL: 1},
+}
+"""ROLL's defaults that verl does not have, by their workers; the file's values replace them."""
 LOG_PROBS = "log_prob_micro_batch_size_per_gpu"
 DATA = "data.train_files and data.val_files: parquet with verl's columns"
 ENVIRONMENT = f"{_AGENTIC}.environment: frozen_lake, an id of gymnasium, or module:Class"
 
 
-def translate_roll(document: Document) -> TranslatedFile:
-    """Translate a file. Raises ConfigError if a value is wrong."""
-    found = translate(document, TABLE, also=ALSO)
+def translate_roll(document: Document, variables: Collection[str] = ()) -> TranslatedFile:
+    """Translate a document. `variables`: paths that it refers to itself."""
+    found = translate(
+        document, TABLE, also=ALSO, left_out=environments_left_out(document), variables=variables
+    )
     missing = [] if "data.train_files" in found.overrides else [DATA]
     if is_agentic(document) and f"{_AGENTIC}.environment" not in found.overrides:
         missing.append(ENVIRONMENT)
@@ -51,10 +78,24 @@ def translate_roll(document: Document) -> TranslatedFile:
             missing.append(
                 f"{prefix}.{LOG_PROBS}: samples of a forward pass, ROLL's {worker}.infer_batch_size"
             )
-    # verl's default is 2; ROLL's engines have one device each unless they name more.
-    engines = {TENSOR_PARALLEL: 1} if "actor_infer" in document else {}
-    overrides = {**engines, **found.overrides}
-    return replace(found, missing=tuple(missing), overrides=overrides)
+    defaults = {
+        key: value
+        for worker, values in DEFAULTS.items()
+        if worker in document
+        for key, value in values.items()
+    }
+    return replace(found, missing=(*missing, *found.missing), overrides={**defaults, **found.overrides})
+
+
+def environments_left_out(document: Document) -> dict[str, Outcome]:
+    """Return what becomes of the environments of a file that are not the one of the run, by their paths."""
+    environments = select(document, "custom_envs")
+    names = list(environments) if isinstance(environments, Mapping) else []
+    tags = select(document, f"{_ENVS}.tags") or names
+    of_the_run = next((tag for tag in tags if tag in names), None)
+    more = Outcome("by hand", text=f"a run has one environment, here {of_the_run}; rows may have tasks")
+    other = Outcome("nothing to do", text=f"not in {_ENVS}.tags: no episode of the training plays it")
+    return {f"custom_envs.{name}": more if name in tags else other for name in names if name != of_the_run}
 
 
 def is_agentic(document: Document) -> bool:
@@ -77,8 +118,11 @@ def responses_per_prompt(document: Document) -> int:
 def prompts_per_step(document: Document) -> int:
     """Return the groups of a step."""
     if not is_agentic(document):
-        return whole(document, "rollout_batch_size")
-    return quotient(document, "rollout_batch_size", responses_per_prompt(document), f"{_ENVS}.group_size")
+        return whole(document, "rollout_batch_size", BATCH)
+    size = responses_per_prompt(document)
+    return quotient(
+        {"rollout_batch_size": BATCH, **document}, "rollout_batch_size", size, f"{_ENVS}.group_size"
+    )
 
 
 def _batch(value: Any, document: Document) -> Outcome:
@@ -90,23 +134,35 @@ def _batch(value: Any, document: Document) -> Outcome:
     return Outcome("set", {"data.train_batch_size": prompts}, text)
 
 
+def prompt_tokens(document: Document) -> int:
+    """Return the longest prompt: the file's, or ROLL's default; for episodes verl's."""
+    return whole(document, "prompt_length", PROMPT_TOKENS if is_agentic(document) else ROLLS_PROMPT_TOKENS)
+
+
 def _sequence_length(value: Any, document: Document) -> Outcome:
-    total = whole(document, "sequence_length")
-    if total <= PROMPT_TOKENS:
-        raise ConfigError(f"sequence_length must be above {PROMPT_TOKENS}, verl's prompt, got {total}")
-    values = {
-        "data.max_prompt_length": PROMPT_TOKENS,
-        "data.max_response_length": total - PROMPT_TOKENS,
-        f"{_ROLLOUT}.max_model_len": total,
-    }
+    total, prompt = whole(document, "sequence_length"), prompt_tokens(document)
+    if total <= prompt:
+        raise ConfigError(
+            f"sequence_length must be above {prompt}, the prompt's tokens, got {total}; raise it"
+        )
+    values = {"data.max_prompt_length": prompt, "data.max_response_length": total - prompt}
+    if select(document, f"{_ENGINE}.max_model_len") is None:
+        values[f"{_ROLLOUT}.max_model_len"] = total
     return Outcome("set", values, "prompt and response; an episode is one response")
+
+
+def _response_length(value: Any, document: Document) -> Outcome:
+    if document.get("sequence_length") is not None:
+        return Outcome("nothing to do", text="ROLL ignores it if the file has sequence_length")
+    return Outcome("set", {"data.max_response_length": value})
 
 
 def _mini_batch(value: Any, document: Document) -> Outcome:
     """Samples of an optimizer step, in prompts; with the per-device batch, which is the micro-batch."""
     arguments = "actor_train.training_args"
     per_device = whole(document, f"{arguments}.per_device_train_batch_size", 1)
-    nodes, each = devices(select(document, "actor_train.device_mapping"), "actor_train.device_mapping")
+    mapping = "actor_train.device_mapping"
+    nodes, each = devices(select(document, mapping), mapping, _per_node(document))
     config = f"{_TRAIN}.strategy_config"
     model = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -123,10 +179,23 @@ def _mini_batch(value: Any, document: Document) -> Outcome:
     return Outcome("set", {f"{_ACTOR}.ppo_mini_batch_size": prompts}, text)
 
 
-def _devices_of(prefix: str) -> Rule:
+def _per_node(document: Document) -> int:
+    return whole(document, "num_gpus_per_node", NODE_DEVICES)
+
+
+def _devices_of(worker: str, prefix: str) -> Rule:
+    path, others = f"{worker}.device_mapping", ("actor_train", "actor_infer")
+
     def rule(value: Any, document: Document) -> Outcome:
-        nodes, each = devices(value, "device_mapping")
-        return Outcome("set", {f"{prefix}.nnodes": nodes, f"{prefix}.n_gpus_per_node": each})
+        nodes, each = devices(value, path, _per_node(document))
+        overrides = {f"{prefix}.nnodes": nodes, f"{prefix}.n_gpus_per_node": each}
+        other = next(f"{name}.device_mapping" for name in others if name != worker)
+        mapping = select(document, other)
+        shared = set(device_ids(value, path)) & set(device_ids(mapping, other) if mapping else ())
+        if shared:
+            text = f"{len(shared)} devices are also {other}; here engines have separate devices: lower one"
+            return Outcome("differs", overrides, text)
+        return Outcome("set", overrides)
 
     return rule
 
@@ -142,13 +211,24 @@ def _estimator(value: Any, document: Document) -> Outcome:
 
 def _tokens_of_a_call(value: Any, document: Document) -> Outcome:
     if is_agentic(document):
-        return Outcome("set", {f"{_AGENTIC}.max_turn_tokens": value}, "of one turn")
+        return _turn_tokens(value, document)
     if value == document.get("response_length"):
         return Outcome("nothing to do", text="it is response_length")
     total = next((name for name in ("response_length", "sequence_length") if name in document), None)
     if total is None:
         return Outcome("set", {"data.max_response_length": value})
     return Outcome("differs", text=f"{total} sets data.max_response_length, the limit of a response here")
+
+
+def _turn_tokens(value: Any, document: Document) -> Outcome:
+    """Return the limit of a turn, the smaller of the engine's and the environment's."""
+    path, left_out = "actor_infer.generating_args.max_new_tokens", environments_left_out(document)
+    limits = [select(document, path)]
+    for name, environment in (select(document, "custom_envs") or {}).items():
+        if f"custom_envs.{name}" not in left_out and isinstance(environment, Mapping):
+            limits.append(environment.get("max_tokens_per_step"))
+    least = min((limit for limit in limits if isinstance(limit, int)), default=value)
+    return Outcome("set", {f"{_AGENTIC}.max_turn_tokens": least}, "of one turn: the smaller limit")
 
 
 def _environment(value: Any, document: Document) -> Outcome:
@@ -196,7 +276,7 @@ TABLE: Table = (
     ("val_batch_size", to("data.val_batch_size")),
     ("sequence_length", _sequence_length),
     ("prompt_length", to("data.max_prompt_length")),
-    ("response_length", to("data.max_response_length")),
+    ("response_length", _response_length),
     ("max_steps", to("trainer.total_training_steps")),
     ("save_steps", to("trainer.save_freq")),
     ("eval_steps", to("trainer.test_freq")),
@@ -208,7 +288,6 @@ TABLE: Table = (
     ("adv_estimator", _estimator),
     ("gamma", to("algorithm.gamma")),
     ("lambd", to("algorithm.lam")),
-    ("pg_clip", to(f"{_ACTOR}.clip_ratio")),
     ("entropy_loss_coef", to(f"{_ACTOR}.entropy_coeff")),
     (
         "whiten_advantages",
@@ -248,20 +327,20 @@ TABLE: Table = (
     ("actor_train.training_args.warmup_steps", to(f"{_ACTOR}.optim.lr_warmup_steps")),
     ("actor_train.training_args.per_device_train_batch_size", to(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")),
     ("actor_train.training_args.gradient_accumulation_steps", _mini_batch),
-    ("actor_train.data_args.template", nothing("the tokenizer's own chat template is used")),
+    ("actor_train.data_args.template", nothing(TEMPLATE)),
     (
         "actor_train.data_args.file_name",
         by_hand("write the rows as parquet with verl's columns, and set data.train_files and data.val_files"),
     ),
     ("actor_train.strategy_args.strategy_name", _engine),
-    ("actor_train.device_mapping", _devices_of("trainer")),
+    ("actor_train.device_mapping", _devices_of("actor_train", "trainer")),
     ("actor_train.infer_batch_size", to(f"{_ROLLOUT}.{LOG_PROBS}")),
     # Generation.
     ("actor_infer.model_args.disable_gradient_checkpointing", nothing("engines compute no gradients")),
     ("actor_infer.model_args.dtype", one_of(DTYPES, f"{_ROLLOUT}.dtype", otherwise=f"set {_ROLLOUT}.dtype")),
     ("actor_infer.generating_args.max_new_tokens", _tokens_of_a_call),
-    ("actor_infer.generating_args.top_p", to(f"{_ROLLOUT}.top_p")),
-    ("actor_infer.generating_args.top_k", to(f"{_ROLLOUT}.top_k")),
+    ("actor_infer.generating_args.top_p", untruncated(f"{_ROLLOUT}.top_p", 1.0)),
+    ("actor_infer.generating_args.top_k", untruncated(f"{_ROLLOUT}.top_k", -1, 0)),
     ("actor_infer.generating_args.temperature", to(f"{_ROLLOUT}.temperature")),
     (
         "actor_infer.generating_args.num_beams",
@@ -286,7 +365,7 @@ TABLE: Table = (
         to(f"+{_ROLLOUT}.engine_kwargs.vllm.block_size"),
     ),
     ("actor_infer.strategy_args.strategy_config.load_format", to(f"{_ROLLOUT}.load_format")),
-    ("actor_infer.device_mapping", _devices_of(_ROLLOUT)),
+    ("actor_infer.device_mapping", _devices_of("actor_infer", _ROLLOUT)),
     ("actor_infer.infer_batch_size", nothing("engines batch by themselves")),
     ("reference.infer_batch_size", to(f"{_REF}.{LOG_PROBS}")),
     ("reference.*", by_hand("set actor_rollout_ref.ref and algorithm.use_kl_in_reward or actor.use_kl_loss")),
@@ -306,7 +385,7 @@ TABLE: Table = (
     ("val_env_manager.*", by_hand("validation uses data.val_files and rollout.val_kwargs")),
     ("custom_envs.*.env_type", _environment),
     ("custom_envs.*.max_steps", to(f"{_AGENTIC}.max_turns")),
-    ("custom_envs.*.max_tokens_per_step", to(f"{_AGENTIC}.max_turn_tokens")),
+    ("custom_envs.*.max_tokens_per_step", _turn_tokens),
     ("custom_envs.*.env_config.is_slippery", _of_environment("slippery")),
     ("custom_envs.*.env_config.size", _of_environment("size")),
     ("custom_envs.*.env_config.p", _of_environment("frozen")),
@@ -317,4 +396,5 @@ TABLE: Table = (
     ("env_monitor.*", nothing("deadlines are enforced: see agentic.*_timeout_s")),
     *STRATEGY,
     *RUN,
+    *WORKERS,
 )

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ...config.agentic import AgenticConfig
 from ...config.foreign_keys import Document, by_hand, nothing, to
-from .rllm import ALSO, VERLS
 from .rules import Table, TranslatedFile, translate
+from .verls_keys import SWITCH, VERLS, with_agent
 
 _AGENTIC = f"+{AgenticConfig.PATH}"
 
 
-def translate_uni_agent(document: Document) -> TranslatedFile:
-    """Translate a file. Raises ConfigError if two keys disagree."""
-    return translate(document, TABLE, also=ALSO)
+def translate_uni_agent(document: Document, variables: Collection[str] = ()) -> TranslatedFile:
+    """Translate a document. `variables`: paths that it refers to itself."""
+    found = translate(document, TABLE, also=SWITCH, variables=variables)
+    return with_agent(found)
 
 
 TABLE: Table = (

@@ -6,15 +6,16 @@
 
 The gateway is part of the agent loop worker: from here, requests take the way of any agent loop, with
 versions, transcripts, recall and replicas that may die. A session has one row for each of its conversations;
-the row of the last answer is scored.
+the row of the last answer of the main one is scored.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,9 @@ from ...agents.episode_folders import Folder
 from ...agents.episodes import DONE, REDUNDANT
 from ...agents.output_log import OutputLog
 from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of, verified
-from ...config.agentic import EXTERNAL
+from ...agents.sandbox import Sandbox, reason_without
+from ...config.agent_program import hidden_paths
+from ...config.agentic import EXTERNAL, AgenticConfig
 from ...core.deadline import EXPIRED
 from ...errors import AgentFailed, ConfigError
 from ...gateway.chains import ChainRow
@@ -49,9 +52,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NAME = "agent_session"
+MAX_IGNORED = 100
+"""Names of parameters that the output tells at most."""
 GRACE_S = 5.0
 """Seconds that an agent gets to end after its session has been ended, and again after it was stopped."""
-CUT_OFF, LIMITS = "cut_off", ("turns", "tokens")
+CUT_OFF, LIMITS = "cut_off", ("turns", "tokens", "chains")
 """Limits of a session that are ends of an episode."""
 
 
@@ -68,7 +73,9 @@ class SessionSetup:
         if knobs.agent is None:
             raise ConfigError(f"the agent loop {NAME} requires {knobs.PATH}.agent; set it")
         rollout, gateway = config.actor_rollout_ref.rollout, knobs.gateway
-        spec = self.spec = AgentSpec(agent=knobs.agent, verify=knobs.verify, env=knobs.variables())
+        spec = self.spec = AgentSpec(
+            agent=knobs.agent, verify=knobs.verify, env=knobs.variables(), sandbox=sandbox_of(config, knobs)
+        )
         claims = Claims(gateway.lease_s) if knobs.agent == EXTERNAL else None
         self._claims = claims
         self._address = None if gateway.runners_dir is None else AddressFile(gateway.runners_dir)
@@ -78,7 +85,9 @@ class SessionSetup:
             prompt_tokens=int(rollout.prompt_length),
             response_tokens=int(rollout.response_length),
             max_turns=knobs.max_turns,
-            max_chains=gateway.max_chains,
+            max_chains=knobs.max_chains,
+            main_model=gateway.main_model,
+            auxiliary=gateway.auxiliary == "train",
             turn_timeout_s=knobs.turn_timeout_s,
             turn_rewards=knobs.turn_rewards,
         )
@@ -86,6 +95,8 @@ class SessionSetup:
         self.tool_parser: str | None = OmegaConf.select(config, "actor_rollout_ref.rollout.multi_turn.format")
         self.closed_late = LeftBehind()
         """Agents that did not end in time."""
+        self._ignored: set[str] = set()
+        """Parameters of agents that the output has named."""
         self.to_play = asyncio.Semaphore(knobs.concurrency)
         self.sessions = Sessions()
         app = Gateway(
@@ -94,7 +105,7 @@ class SessionSetup:
             keep_alive_s=gateway.keep_alive_s,
             claims=claims,
         ).app
-        self._make_server = partial(GatewayServer, app, gateway.unix_dir)
+        self._make_server = partial(GatewayServer, app, gateway.unix_dir, gateway.host)
         self._server: GatewayServer | None = None
         self._starting = asyncio.Lock()
 
@@ -122,6 +133,16 @@ class SessionSetup:
         found = {"closed_late": self.closed_late.newly(), "left_behind": self.runner.left.newly()}
         return {name: count for name, count in found.items() if count}
 
+    def name_ignored(self, names: Iterable[str]) -> None:
+        """Log parameters of requests that have no effect, each once."""
+        new = sorted({*names} - self._ignored)
+        if new and len(self._ignored) < MAX_IGNORED:
+            self._ignored.update(new)
+            logger.warning(
+                "requests of the agent have parameters without effect: %s; see docs/agents.md, Parameters",
+                ", ".join(new),
+            )
+
     async def stop(self) -> None:
         """Stop the gateway."""
         if self._address is not None:
@@ -131,6 +152,24 @@ class SessionSetup:
 
 
 _setups: WeakKeyDictionary[asyncio.AbstractEventLoop, SessionSetup] = WeakKeyDictionary()
+
+
+def sandbox_of(config: DictConfig, knobs: AgenticConfig) -> Sandbox | None:
+    """Return the sandbox of the commands of a run, or None without one.
+
+    Raises ConfigError if the run requires one, and this host has none.
+    """
+    if not knobs.has_commands or knobs.sandbox == "off":
+        return None
+    if reason := reason_without():
+        if knobs.sandbox == "on":
+            raise ConfigError(
+                f"{knobs.PATH}.sandbox=on requires a sandbox on {platform.node()}, got none ({reason}); see "
+                "docs/agents.md, Sandbox, or set it to auto or off"
+            )
+        logger.warning("agents run without a sandbox (%s); see docs/agents.md, Sandbox", reason)
+        return None
+    return Sandbox.of(hidden_paths(partial(OmegaConf.select, config), knobs))
 
 
 def setup_of(config: DictConfig) -> SessionSetup:
@@ -154,7 +193,7 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
     """Plays one episode."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
-        """Return a response for each conversation of the agent, the one with the last answer last.
+        """Return a response for each conversation of the agent, the main one with the last answer last.
 
         Raises AgentFailed, EnvironmentFailed if the reward cannot be determined, and WaitTimeout if a turn
         takes too long.
@@ -195,6 +234,7 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
                 await session.close()
                 setup.sessions.remove(session)
 
+            setup.name_ignored(session.counts.ignored)
             rows = session.rows()
             if not rows:
                 raise AgentFailed("the agent ended without an answer of the policy")
@@ -288,8 +328,12 @@ def counts_of(session: Session) -> dict[str, int]:
     counts = session.counts
     return {
         "retries_coalesced": counts.coalesced,
+        "constrained": counts.constrained,
         "params_overridden": counts.overridden,
         "retokenized": counts.tokenized_again,
+        "undelivered": len(session.deliveries.lost()),
+        "auxiliary": sum(not chain.main for chain in session.chains.all),
+        **{f"rows_of_{reason}": count for reason, count in session.chains.reasons.items()},
     }
 
 

@@ -17,7 +17,7 @@ from ...core.token_spans import spans_of
 from ...errors import RolloutError
 from ...observe.agent_output import FailedAttempt
 from .episode import Attempt
-from .partial_rollouts import Transcript
+from .partial_rollouts import NotedResponse, RecordedRequest, Transcript, WrittenSoFar
 from .redundancy import Begun, Redundant
 from .version_spans import TURNS
 
@@ -83,6 +83,8 @@ class GroupInProgress:
 
     answered: asyncio.Future[Answered] = field(default_factory=_future)
     """What the trainer's call waits for."""
+    before: Sequence[Sequence[RecordedRequest]] = ()
+    """What an earlier process generated for it, response by response."""
     finished: list[ResponseSample] = field(default_factory=list)
     transcripts: list[Transcript] = field(default_factory=list)
     """One for each response; empty in runs that neither make checkpoints nor resume from one."""
@@ -92,6 +94,10 @@ class GroupInProgress:
     """It was given up before its task began."""
     is_stored: bool = False
     """It is on its way into the sample store, and no longer given up."""
+
+    def noted(self, found: Mapping[str, WrittenSoFar]) -> list[NotedResponse]:
+        """Note its requests as they are now; see `Transcript.noted`."""
+        return [one.noted(found) for one in self.transcripts or map(Transcript, self.before)]
 
 
 def trajectory_of(

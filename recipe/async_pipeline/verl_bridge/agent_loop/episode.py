@@ -65,7 +65,7 @@ class Attempt:
         self._limits = limits
         self._rollout_error: Exception | None = None
         self._late: WaitTimeout | None = None
-        self._scoring = False
+        self._scoring = self._failed = False
         self._excused_s = 0.0
         self._excused_since: float | None = None
         self._began: float | None = None
@@ -85,8 +85,11 @@ class Attempt:
         """Take what the agent loop returned: what follows has no deadline, and its errors end the run.
 
         `responses` are verl's AgentLoopOutputs, of which the last one is scored. Raises Ended if they are not
-        trained, or if a turn or a tool call was too slow, also if the agent loop ignored that.
+        trained, or if a turn or a tool call was too slow, also if the agent loop ignored that; so if it was
+        left running after the deadline of the episode.
         """
+        if self._failed:
+            raise Ended
         if self._late is not None:
             self._judge_late(self._late)
             raise Ended
@@ -101,8 +104,10 @@ class Attempt:
         self._scoring, self.waited_s = True, self.excused_s()
         self._excused_since = _now()
 
-    async def within(self, awaitable: Awaitable[T], timeout_s: float | None, *, what: str) -> T:
-        """Await a part of the episode for at most `timeout_s` seconds (None: no limit).
+    async def within(
+        self, awaitable: Awaitable[T], timeout_s: float | None, *, what: str, grace_s: float | None = None
+    ) -> T:
+        """Await a part of the episode for at most `timeout_s` seconds (None: no limit), as `deadline.within`.
 
         Raises WaitTimeout if that is exceeded, after which the attempt ends as `deadline`.
         """
@@ -118,7 +123,7 @@ class Attempt:
                 raise
 
         try:
-            return await within(noted(), timeout_s, owner="an agent loop", what=what)
+            return await within(noted(), timeout_s, owner="an agent loop", what=what, grace_s=grace_s)
         except WaitTimeout as error:
             if not raised:
                 self._late = error
@@ -156,6 +161,7 @@ class Attempt:
         """Judge the attempt by its error. Raises the error that should end the run."""
         if isinstance(error, Ended):
             return
+        self._failed = True
         if self._late is not None:
             self._judge_late(self._late)
             return

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 
 from ...agents.episodes import FAILED_EPISODE, EpisodeRules
 from ...core.bad_data import Flaw
-from ...core.deadline import within
+from ...core.deadline import GRACE_S, within
 from ...observe.agent_output import FOLDER, FailedAttempt, name_of
 from ...redaction import without_secrets
 from .episode import Attempt, EpisodeLimits, episode_with
@@ -79,6 +79,7 @@ class Episodes:
                     owner="an agent loop",
                     what="an episode to end (agentic.episode_timeout_s)",
                     excused_s=attempt.excused_s,
+                    grace_s=GRACE_S,
                 )
             # A tool that calls exit() must not end the process of all agent loops.
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the agent's code may raise anything

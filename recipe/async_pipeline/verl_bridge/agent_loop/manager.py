@@ -6,19 +6,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
+from ...core.items import Group
 from ...core.recall import Recall
+from ...observe.summary import causes
 from ..control_calls import GROUPS
 from ..direct_calls import ConnectionLost, DirectCaller
+from ..ray_calls import got
 from ..restartable_actors import restartable
 from ..run_config import open_requests_of
+from ..sample_store import WriteShard
 from .answers import Answered
-from .partial_rollouts import RecordedRequest
 from .worker import GIVE_UP_S, PushAgentLoopWorker
 
 DEFAULT_CONCURRENCY = 1000
@@ -33,6 +38,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
     A worker whose process ends is started again, and repeats its unfinished groups and validation prompts.
     """
 
+    _validated: Sequence[Group] = ()
     _early: ClassVar[PushAgentLoopManager | None] = None
 
     @classmethod
@@ -44,7 +50,8 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
     def create(cls, *args: Any, **kwargs: Any) -> PushAgentLoopManager:
         """Return the manager that was started early in this process, or a new one."""
         early, cls._early = cls._early, None
-        manager: PushAgentLoopManager = early or super().create(*args, **kwargs)
+        with causes():
+            manager: PushAgentLoopManager = early or super().create(*args, **kwargs)
         return manager
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +64,10 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()
-        self._turns = itertools.cycle([(one, DirectCaller(one)) for one in self.agent_loop_workers])
+        self._workers = [(one, DirectCaller(one)) for one in self.agent_loop_workers]
+        self._turns = itertools.cycle(self._workers)
+        self._resumed: dict[str, tuple[Any, DirectCaller]] = {}
+        """The worker that has what an earlier process generated for a prompt, until it begins."""
 
     def generate_sequences(self, prompts: Any) -> None:
         """Validate a batch of prompts; returns when their responses are in the sample store. Blocks.
@@ -66,15 +76,37 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         """
         workers = self.agent_loop_workers
         parts = zip(workers, prompts.chunk(len(workers)), strict=False)
-        ray.get([worker.run_validation.remote(part) for worker, part in parts])
+        found = ray.get([worker.run_validation.remote(part) for worker, part in parts])
+        self._validated = [*self._validated, *(one for part in found for one in part)]
 
-    async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
-        """Return what was generated so far for all prompts in generation, response by response."""
-        asked = [worker.transcripts.remote() for worker in self.agent_loop_workers]
-        found: dict[str, list[list[RecordedRequest]]] = {}
-        for one in await asyncio.gather(*asked):
-            found.update(one)
+    def take_validated(self) -> list[Group]:
+        """Return the episodes that were validated since the last call, each as a group."""
+        found, self._validated = list(self._validated), []
         return found
+
+    def resume(self, checkpoint: Path, shards: Sequence[str], timeout_s: float | None) -> dict[str, int]:
+        """Have the workers take what an earlier process generated; returns its tokens by prompt. Blocks.
+
+        Raises CheckpointError if shards are damaged, WaitTimeout after `timeout_s` seconds.
+        """
+        asked = [
+            worker.resume.remote(str(checkpoint), shards[number :: len(self._workers)])
+            for number, (worker, _) in enumerate(self._workers)
+        ]
+        what = f"the agent loop workers to read {checkpoint}"
+        found: dict[str, int] = {}
+        taken = got(asked, timeout_s, owner="the start", what=what)
+        for worker, tokens in zip(self._workers, taken, strict=True):
+            found |= tokens
+            self._resumed |= dict.fromkeys(tokens, worker)
+        return found
+
+    async def note_transcripts(self, uids: Sequence[str], version: int) -> list[WriteShard]:
+        """Have the workers note what was generated so far for these prompts. Returns a function for each to
+        write what is not newer than a version.
+        """
+        await asyncio.gather(*(worker.note_transcripts.remote(uids) for worker in self.agent_loop_workers))
+        return [partial(worker.write_transcripts.remote, version) for worker in self.agent_loop_workers]
 
     async def close(self) -> None:
         """End what the workers' episodes share, as far as the workers answer within `CLOSE_S` seconds."""
@@ -82,12 +114,14 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         await asyncio.gather(*asked, return_exceptions=True)
 
     async def run_group(self, prompt: Mapping[str, Any], recall: Recall, admitted: int) -> Answered | None:
-        """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
+        """Send one prompt to the worker that has a part of it, or the next one; see
+        `PushAgentLoopWorker.run_group`.
 
         Returns None if the group was recalled and has been given up. If cancelled, which means that the
         run is being stopped, it ends when the group has been given up.
         """
-        worker, caller = next(self._turns)
+        uid = str(prompt["uid"])
+        worker, caller = self._resumed.pop(uid) if uid in self._resumed else next(self._turns)
         answering = asyncio.create_task(_answered(caller, prompt, admitted))
         try:
             try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from ...core.bad_data import Flaw, flaws_of, flaws_of_group, is_finite, long_prompt
+from ...core.bad_data import Flaw, flaws_of, flaws_of_group, long_prompt, not_a_score, score_of
 from ...errors import BadDataError, RewardError
 from ...redaction import without_secrets
 from ..ray_calls import cause_of
@@ -120,8 +120,11 @@ class Scores:
 
         Raises RewardError if the response has no score and that should end the run.
         """
-        if not why and not is_finite(answer.reward_score):
-            why = f"invalid: the score must be a finite number, got {answer.reward_score!r}"[:500]
+        number = score_of(answer.reward_score)
+        if number is not None:
+            answer.reward_score = number
+        elif not why:
+            why = not_a_score(answer.reward_score)
         if self._on_failure == "fail":
             if why:
                 raise RewardError(why)

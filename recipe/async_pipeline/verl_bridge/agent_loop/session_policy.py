@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from os.path import commonprefix
 from typing import Any, TypeVar
@@ -18,14 +18,17 @@ from ...core.token_spans import spans_of
 from ...errors import RequestRefused
 from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said, ToolCall, tool_call
-from ...gateway.sessions import CannotAppend
+from ...gateway.turns import CannotAppend, Form
 from ...gateway.wire import arguments_of
+from ...weight_sync.versioned_engine import FORM
 from ..ray_calls import cause_of
 from ..rollout.client import refuses_request
+from .answer_form import structured
 from .model_tokens import tokens_of, turn_ends
 from .prompt_tokens import SHORT_BYTES
+from .reasoning import THINK, Reasoning, has_think_tags, reasoning_of
+from .tool_types import type_of
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Tools = Sequence[Mapping[str, Any]]
 
@@ -39,6 +42,7 @@ class SessionPolicy:
         """
         self._builder, self._tokenizer = loop.continuous_token_builder, loop.tokenizer
         self._client, self._sampling = loop.server_manager, dict(sampling_params)
+        self._format = tool_parser
         self._parser = (
             None if tool_parser is None else ToolParser.get_tool_parser(tool_parser, self._tokenizer)
         )
@@ -63,6 +67,11 @@ class SessionPolicy:
             except Exception as error:  # noqa: BLE001 - a chat template may raise anything
                 refused = refused or error
         raise RequestRefused(f"the chat template of the model refuses these messages: {refused}") from refused
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without a chat template."""
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=False)
+        return list(await _run(encode, [{"content": text}]))
 
     async def append(
         self, previous: Sequence[Message], new: Sequence[Message], token_ids: Sequence[int], tools: Tools
@@ -96,11 +105,28 @@ class SessionPolicy:
         reversed_closing: list[int] = commonprefix([turn[::-1] for turn in turns])
         return reversed_closing[::-1]
 
+    @cached_property
+    def _reasoning(self) -> Reasoning:
+        """How the model writes its reasoning."""
+        opens = False
+        if has_think_tags(self._tokenizer):
+            with suppress(Exception):  # a chat template may refuse it
+                asked = self._builder.build_initial_tokens([{"role": "user", "content": "q"}], tools=None)
+                opens = self._tokenizer.decode(asked).rstrip().endswith(THINK)
+        return reasoning_of(self._tokenizer, opened_by_prompt=opens)
+
     async def generate(
-        self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        stop: Sequence[str],
+        form: Form | None = None,
     ) -> Completion:
         """Have an engine answer. Raises RequestRefused if it refuses, and what the rollout client raises."""
         params = {**self._sampling, "max_tokens": max_tokens}
+        if form is not None:
+            params[FORM] = structured(form, self._format)
         if stop:
             params["stop"] = [*(self._sampling.get("stop") or ()), *stop]
         started = time.perf_counter()
@@ -121,19 +147,21 @@ class SessionPolicy:
 
     async def read(self, token_ids: Sequence[int], tools: Tools, stop: Sequence[str]) -> Said:
         """Return an answer as text and tool calls, parsed as verl's own agent loop parses them."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        reasoning, answer = self._reasoning.split(token_ids)
+        text: str = answer.text
         calls: tuple[ToolCall, ...] = ()
         if tools and self._parser is not None:
-            content, found = await self._parser.extract_tool_calls(list(token_ids), _schemas(tools))
+            content, found = await self._parser.extract_tool_calls(answer.token_ids, _schemas(tools))
             if found:
-                ids = self._tokenizer.encode(content, add_special_tokens=False)
-                text = self._tokenizer.decode(ids, skip_special_tokens=True).strip()
+                if not answer.without_calls:
+                    ids = self._tokenizer.encode(content, add_special_tokens=False)
+                    text = self._tokenizer.decode(ids, skip_special_tokens=True).strip()
                 calls = tuple(tool_call(one.name, one.arguments) for one in found)
         ended_by, at = None, len(text)
         for one in stop:
             if 0 <= (place := text.find(one)) < at:
                 ended_by, at = one, place
-        return Said(text[:at], calls, ended_by)
+        return Said(text[:at], calls, ended_by, reasoning)
 
 
 async def _run(call: Callable[[], T], messages: Sequence[Message]) -> T:
@@ -157,11 +185,23 @@ def _with_json(messages: Sequence[Message]) -> list[Message]:
 
 
 def _schemas(tools: Tools) -> list[OpenAIFunctionToolSchema]:
-    """Return tools as verl's parsers read them, which use them for the types of arguments only."""
+    """Return tools as verl's parsers read them, which use them for the types of arguments only.
+
+    verl's classes know few of the words of JSON Schema, and would refuse a whole tool for one optional
+    argument, so a tool is reduced to these types.
+    """
     found = []
     for tool in tools:
-        try:
-            found.append(OpenAIFunctionToolSchema.model_validate(tool))
-        except ValueError:
-            logger.debug("the schema of a tool is richer than verl's: %r", tool)
+        function = tool["function"]
+        given = function.get("parameters")
+        given = given if isinstance(given, Mapping) else {}
+        properties, required = given.get("properties"), given.get("required")
+        names = properties if isinstance(properties, Mapping) else {}
+        reduced = {
+            "type": "object",
+            "properties": {name: {"type": type_of(one, given)} for name, one in names.items()},
+            "required": [one for one in required if one in names] if isinstance(required, list) else [],
+        }
+        named = {"name": function["name"], "description": "", "parameters": reduced}
+        found.append(OpenAIFunctionToolSchema.model_validate({"type": "function", "function": named}))
     return found

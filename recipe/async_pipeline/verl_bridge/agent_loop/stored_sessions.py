@@ -7,6 +7,7 @@ that are replaced in its module (`replaced.py`), for the sessions of `stored_by`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import transfer_queue
 from verl.utils import tensordict_utils
 
+from ...checkpoint.tensor_tree import storable
 from ..sample_columns import SampleColumns
 from ..sample_grouping import joinable
 from .answers import ResponseSample
 from .episode import Store, current_episode, episode_with
 
+logger = logging.getLogger(__name__)
 FieldRows = list[dict[str, Any]]
 
 
@@ -47,6 +50,29 @@ async def put_group(samples: Sequence[ResponseSample], *, as_rows: bool) -> None
             )
         else:
             await put(keys, fields, tags, some[0].partition_id)
+
+
+_told: set[str] = set()
+"""Names of values that this process stores as text, which it has logged."""
+
+
+def storable_rows(rows: FieldRows) -> FieldRows:
+    """Return rows whose values a checkpoint can hold: other objects are stored as their text from the start,
+    so that a resumed run sees the same. Logs each name once.
+    """
+
+    def tell(keys: str, kind: type) -> None:
+        if keys not in _told:
+            _told.add(keys)
+            logger.warning(
+                "%s is a %s.%s, which a checkpoint cannot hold: its text is stored; return numbers, text, "
+                "lists or dicts",
+                keys,
+                kind.__module__,
+                kind.__qualname__,
+            )
+
+    return [storable(row, tell) for row in rows]
 
 
 class SessionStore:

@@ -7,11 +7,12 @@ plain functions in the few threads of its event loop, so that some of them that 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any
 
-from ...core.deadline import within
+from ...core.deadline import GRACE_S, within
 from ...core.threads import in_new_thread
 from ...errors import RolloutError
 from .episode import current_attempt
@@ -34,8 +35,8 @@ def limited(call: CallTool, timeout_s: float | None) -> CallTool:
         try:
             calling = call(loop, tool_call, *args, **kwargs)
             if attempt is None:
-                return await within(calling, timeout_s, owner="an agent loop", what=what)
-            return await attempt.within(calling, timeout_s, what=what)
+                return await within(calling, timeout_s, owner="an agent loop", what=what, grace_s=GRACE_S)
+            return await attempt.within(calling, timeout_s, what=what, grace_s=GRACE_S)
         except SystemExit as error:
             raise RolloutError(f"the tool {tool_call.name} called exit({error.code})") from error
 
@@ -49,4 +50,6 @@ async def call_function(tool: Any, parameters: dict[str, Any]) -> Any:
     """
     if tool.is_async:
         return await tool.fn(**parameters)
-    return await in_new_thread(lambda: tool.fn(**parameters), f"tool {tool.name}")
+    found = await in_new_thread(lambda: tool.fn(**parameters), f"tool {tool.name}")
+    # A plain decorator around an async function hides that it is one.
+    return await found if inspect.isawaitable(found) else found

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from ...agents.episodes import EpisodeRules
+from ...checkpoint.hashed_file import FileEntry
 from ...core.bad_data import Flaw
+from ...core.items import Group
 from ...errors import RolloutError
 from .. import replaced
 from ..control_calls import CONTROL, GIVE_UP, ControlCalls, control
@@ -28,6 +32,7 @@ from . import (
     agent_session_loop,
     diffusion_loop,
     environment_loop,
+    partial_rollouts,
     stored_sessions,
 )
 from .answers import (
@@ -40,21 +45,31 @@ from .answers import (
     slowest_turns,
     trajectory_of,
 )
-from .episode import change_episode, current_attempt, current_episode, episode_with, kept_turns, taken_turns
+from .episode import (
+    Attempt,
+    change_episode,
+    current_attempt,
+    current_episode,
+    episode_with,
+    kept_turns,
+    taken_turns,
+)
 from .episode_attempts import Episodes
 from .partial_rollouts import (
-    COLUMN,
+    NotedResponse,
     RecordedRequest,
     RecordingClient,
     Transcript,
     sampling_of,
+    tokens_in,
     written_so_far,
 )
 from .redundancy import Begun, Redundant, first_sound
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
-from .validation import OpenPrompts
+from .validation import OpenPrompts, failed_response
 from .version_spans import add_fields, costs_of, times_of, waits_of
 
+logger = logging.getLogger(__name__)
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
 GIVE_UP_S = 10.0
@@ -92,7 +107,10 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._sampling = sampling_of(self.config.actor_rollout_ref.rollout)
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
         self._groups: dict[str, GroupInProgress] = {}
-        """By uid, in training; validation runs as in verl."""
+        """By uid, in training; verl begins the prompts of validation."""
+        self._resumed: dict[str, Sequence[Sequence[RecordedRequest]]] = {}
+        """What an earlier process generated for prompts that have not begun in this one, by uid."""
+        self._noted: dict[str, Sequence[NotedResponse]] = {}
         self._validated = OpenPrompts()
         self._direct = DirectCalls(run_group=self.run_group)
         freeze_present_objects()
@@ -101,23 +119,23 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """Return where the trainer sends groups without Ray if it is on this host."""
         return await self._direct.address()
 
-    async def run_validation(self, batch: Any) -> None:
-        """Generate, score and store responses to a batch of verl's, and return when all of its prompts
-        have ended.
+    async def run_validation(self, batch: Any) -> list[Group]:
+        """Generate, score and store responses to a batch of verl's, and return their episodes when all of
+        its prompts have ended.
         """
-        await self._validated.until_ended(batch["uid"], self.generate_sequences(batch))
+        return await self._validated.until_ended(batch["uid"], self.generate_sequences(batch))
 
     async def run_group(self, prompt: dict[str, Any], admitted: int | None = None) -> Answered:
         """Generate and score n responses to one prompt, on replicas that serve at least version `admitted`.
 
-        Its row may hold what an earlier process generated for it; see `partial_rollouts.with_resumed`.
         Raises what the rollout server or the reward function raised. An episode whose agent loop fails is
         repeated; see `episode_attempts`.
         """
         self.serve_control_calls()
         change_episode(admitted=admitted)
         uid = str(prompt["uid"])
-        group = self._groups[uid] = GroupInProgress()
+        # Once: a further attempt means that the responses were discarded.
+        group = self._groups[uid] = GroupInProgress(before=self._resumed.pop(uid, ()))
         # As verl's `generate_sequences` does for a batch of prompts, whose columns take longer to separate
         # than all of this.
         row = {"agent_name": self.rollout_config.agent.default_agent_loop, **prompt}
@@ -137,15 +155,36 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             del self._groups[uid]
 
     @control(CONTROL)
-    async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
-        """Return what was generated so far for all prompts in generation; see `partial_rollouts`."""
+    async def note_transcripts(self, uids: Sequence[str]) -> None:
+        """Keep what was generated so far for these prompts until it is written; see `partial_rollouts`.
 
-        def written() -> dict[str, list[Transcript]]:
-            return {uid: group.transcripts for uid, group in self._groups.items() if group.transcripts}
-
-        open_ = [one for of_group in written().values() for each in of_group for one in each.open.values()]
+        Others that an earlier process had begun are forgotten: they are settled.
+        """
+        wanted = set(uids)
+        open_ = [
+            one
+            for uid, group in self._groups.items()
+            if uid in wanted
+            for each in group.transcripts
+            for one in each.open.values()
+        ]
         found = await written_so_far(open_)
-        return {uid: [each.with_open(found) for each in of_group] for uid, of_group in written().items()}
+        self._resumed = {uid: before for uid, before in self._resumed.items() if uid in wanted}
+        self._noted = {
+            **{uid: [Transcript(one).noted({}) for one in before] for uid, before in self._resumed.items()},
+            **{uid: group.noted(found) for uid, group in self._groups.items() if uid in wanted},
+        }
+
+    @control(CONTROL)
+    async def write_transcripts(self, version: int, root: str, shard: str) -> list[FileEntry]:
+        """Write what was noted, and is not newer than a version, into a checkpoint. Returns the files."""
+        noted, self._noted = self._noted, {}
+        return await asyncio.to_thread(partial_rollouts.write, root, shard, noted, version)
+
+    async def resume(self, checkpoint: str, shards: Sequence[str]) -> dict[str, int]:
+        """Take the prompts of shards, which are then sent to this worker. Returns their numbers of tokens."""
+        self._resumed |= await asyncio.to_thread(partial_rollouts.read, checkpoint, shards)
+        return {uid: tokens_in(before) for uid, before in self._resumed.items()}
 
     @control(GIVE_UP)
     async def give_up(self, uid: str) -> None:
@@ -180,7 +219,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         trace: bool = False,
     ) -> None:
         group = self._groups.get(prompt["uid"])
-        if group is None:  # validation runs as in verl
+        if group is None:  # verl begins the prompts of validation
             with self._validated.answering(prompt["uid"]):
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
@@ -213,7 +252,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         begun = n + self._redundancy
         flaws: list[list[Flaw]] = [[] for _ in range(begun)]
         episodes = [Begun() for _ in range(begun)]
-        before: Sequence[Sequence[RecordedRequest]] = prompt.pop(COLUMN, ())
+        before = group.before
         if self._saves or before:
             group.transcripts = [Transcript(before[i] if i < len(before) else ()) for i in range(begun)]
         transcripts: Sequence[Transcript | None] = group.transcripts or [None] * begun
@@ -317,6 +356,32 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         name = f"{kwargs.get('uid')}_{kwargs['session_id']}"
         flaws += await self._episodes.play(play, name, episode.failed.append)
 
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Play a response as verl does; in validation, with the ends and attempts of training."""
+        begin = partial(super()._run_agent_loop, sampling_params, trajectory, **kwargs)
+        if not trajectory["validate"]:
+            await begin()
+            return
+        attempts: list[Attempt] = []
+
+        async def play(number: int) -> None:
+            if (attempt := current_attempt()) is not None:
+                attempts.append(attempt)
+            with kept_turns():
+                await begin()
+
+        key = f"{kwargs['uid']}_{kwargs['session_id']}"
+        flaws = await self._episodes.play(play, key)
+        if not flaws:
+            return
+        logger.warning("validation: %s; it counts as agentic.failure_reward", flaws[0].why)
+        await self._agent_loop_postprocess(
+            failed_response(self.tokenizer, self._episodes.limits.failure_reward), True, **kwargs
+        )
+        self._validated.failed(f"{key}_0", self._episodes.limits.failure_reward, attempts[-1])
+
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         """Process the output as verl does, and record the turns and their versions."""
         outputs = output if isinstance(output, list) else [output]
@@ -351,12 +416,15 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         diffusion_loop.add_columns(fields)
         group, episode = self._groups.get(fields[0]["uid"]), current_episode()
         attempt = episode.attempt
-        if group is None and attempt is not None:
+        if group is None and attempt is not None and not episode.validates:
             raise RolloutError(f"group {fields[0]['uid']} was given up before {keys[0]} was finished")
         if group is None:
             await stored_sessions.put(keys, fields, tags, partition_id)
+            if attempt is not None:
+                self._validated.note(keys[-1], fields, attempt)
         else:
             assert attempt is not None, "training repeats episodes"
+            fields = stored_sessions.storable_rows(fields)
             group.finished += [
                 ResponseSample(
                     trajectory_of(key, values, tag, attempt, episode.waits),

@@ -15,7 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl import DataProto
 
 from ...config.schema import AsyncPipelineConfig
-from ...core.bad_data import is_finite
+from ...core.bad_data import not_a_score, score_of
 from ...errors import RewardError
 from ..ray_calls import got
 
@@ -79,12 +79,10 @@ def score_batch(
 
 def _finite(result: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Mapping[str, Any]:
     """Return the result with a finite score. Raises RewardError if it has none and failures end the run."""
-    score = result["reward_score"]
-    if is_finite(score):
-        return result
-    if knobs.reward.failure == "fail":
-        raise RewardError(f"invalid: the score must be a finite number, got {score!r}"[:500])
-    return {**result, "reward_score": knobs.reward.default}
+    number = score_of(result["reward_score"])
+    if number is None and knobs.reward.failure == "fail":
+        raise RewardError(not_a_score(result["reward_score"]))
+    return {**result, "reward_score": float(knobs.reward.default) if number is None else number}
 
 
 def _row(prompt: torch.Tensor, response: torch.Tensor, others: Mapping[str, Any]) -> DataProto:

@@ -22,6 +22,9 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
+import threading
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -29,9 +32,13 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from ...errors import ConfigError, RewardError
+from ...core.bad_data import not_a_score, score_of
+from ...core.deadline import ABANDONED, GRACE_S, within
+from ...core.threads import awaited_here
+from ...errors import ConfigError, RewardError, WaitTimeout
 from ...processes import end_with_parent, gain_no_rights
 from ...redaction import without_secrets
 
@@ -116,8 +123,7 @@ class RewardGuard:
     def close(self) -> None:
         """End the processes of the pool and all that they started."""
         if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
+            _end(self._pool)
             self._kill_orphans()
 
     async def _alone(self, answer: dict[str, Any]) -> Any:
@@ -161,9 +167,7 @@ class RewardGuard:
             try:
                 arguments = {**arguments, **self._function.kwargs}
                 if self._is_async:
-                    return await asyncio.wait_for(
-                        only_errors(self._function.load())(**arguments), self._limits.timeout_s
-                    )
+                    return await self._here(arguments)
                 return await self._in_process(arguments)
             except (TimeoutError, FutureTimeout, asyncio.TimeoutError):  # distinct classes before Python 3.11
                 self._kill_orphans()
@@ -182,7 +186,36 @@ class RewardGuard:
                 )
                 raise RewardError(without_secrets(text)[:500]) from error
 
+    async def _here(self, arguments: dict[str, Any]) -> Any:
+        """Call an async function in the event loop. Raises RewardError at the deadline."""
+        name, timeout_s = self._function.name, self._limits.timeout_s
+
+        async def call() -> Any:
+            try:
+                return await only_errors(self._function.load())(**arguments)
+            except (TimeoutError, asyncio.TimeoutError) as error:
+                # Its own is not the one of the deadline.
+                raise RewardError(_described("raised", name, error)) from error
+
+        try:
+            return await within(call(), timeout_s, owner="a reward worker", what=name, grace_s=GRACE_S)
+        except WaitTimeout as error:
+            ignored = f"; {ABANDONED}" if error.abandoned else ""
+            raise RewardError(f"timeout: {name} took more than {timeout_s:g} s{ignored}") from None
+
     def _in_process(self, arguments: dict[str, Any]) -> Awaitable[Any]:
+        try:
+            called = self._scheduled(arguments)
+        except RuntimeError:
+            # A thread of the pool has ended, and it takes no call any more. To end its processes blocks.
+            threading.Thread(target=_end, args=(self._pool,), daemon=True).start()
+            self._pool = None
+            called = self._scheduled(arguments)
+        # pebble's timeout counts from the start of the call in a process.
+        return asyncio.wait_for(asyncio.wrap_future(called), self._limits.timeout_s + START_S)
+
+    def _scheduled(self, arguments: dict[str, Any]) -> Any:
+        """Have a process of the pool call the function. Raises RuntimeError if the pool is broken."""
         where = (self._function.path, self._function.name)
         if self._pool is None:
             from pebble import ProcessPool
@@ -194,11 +227,9 @@ class RewardGuard:
                 initargs=(*where, self._limits.memory_mb, self._begins),
                 context=multiprocessing.get_context("spawn"),
             )
-        called = self._pool.schedule(
+        return self._pool.schedule(
             _call_here, args=(*where, arguments, self._limits.cpu_s), timeout=self._limits.timeout_s
         )
-        # pebble's timeout counts from the start of the call in a process.
-        return asyncio.wait_for(asyncio.wrap_future(called), self._limits.timeout_s + START_S)
 
     def _kill_orphans(self) -> None:
         """Kill the process groups whose leader, a process of the pool, has ended."""
@@ -211,6 +242,11 @@ class RewardGuard:
                 self._groups.discard(group)
                 with suppress(ProcessLookupError):  # the group is empty
                     os.killpg(group, signal.SIGKILL)
+
+
+def _end(pool: Any) -> None:
+    pool.stop()
+    pool.join()
 
 
 def only_errors(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +269,7 @@ def only_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            return awaited_here(function(*args, **kwargs))
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
                 raise
@@ -247,15 +283,14 @@ def _described(kind: str, name: str, error: BaseException) -> str:
 
 
 def checked(result: Any) -> Any:
-    """Return the result. Raises RewardError if its score is missing or not a finite number."""
+    """Return the result, its score as a float. Raises RewardError if that is missing or not a finite
+    number.
+    """
     score = result.get("score") if isinstance(result, Mapping) else result
-    try:
-        number = None if score is None or isinstance(score, str) else float(score)
-    except (TypeError, ValueError):
-        number = None
-    if number is None or not math.isfinite(number):
-        raise RewardError(f"invalid: the score must be a finite number, got {score!r}"[:500])
-    return result
+    number = score_of(score)
+    if number is None:
+        raise RewardError(not_a_score(score))
+    return {**result, "score": number} if isinstance(result, Mapping) else number
 
 
 def _listed(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -281,6 +316,8 @@ def _begin(path: str, name: str, memory_mb: int | None, begins: Any) -> None:
     gain_no_rights()
     # A core dump would contain the responses and scores of the run.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not path.startswith(PACKAGE):
+        sys.path.append(str(Path(path.removeprefix(FILE)).resolve().parent))
     _load(path, name)
     if memory_mb is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
@@ -300,7 +337,7 @@ def _call_here(path: str, name: str, arguments: dict[str, Any], cpu_s: float | N
         )
 
     try:
-        result = _load(path, name)(**arguments)
+        result = awaited_here(_load(path, name)(**arguments))
         ForkingPickler.dumps(result)  # the pool would only report that the process died
     except BaseException as error:  # noqa: BLE001  also SystemExit, which the pool would raise in the caller
         raise RewardError(_described("raised", name, error)) from None
@@ -314,12 +351,7 @@ def _load(path: str, name: str) -> Callable[..., Any]:
         if path.startswith(PACKAGE):
             module = importlib.import_module(path.removeprefix(PACKAGE).replace("/", "."))
         else:
-            file = Path(path.removeprefix(FILE))
-            spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"{file} is not a Python file")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = _module_of(Path(path.removeprefix(FILE)).resolve())
 
         function: Callable[..., Any] = getattr(module, name)
     except Exception as error:  # the file may raise any exception
@@ -328,3 +360,35 @@ def _load(path: str, name: str) -> Callable[..., Any]:
             "name"
         ) from error
     return function
+
+
+def _module_of(file: Path) -> ModuleType:
+    """Execute a Python file as the module that `import` of its stem yields in a script of the same folder.
+
+    As that module it is in `sys.modules`, which dataclasses and pickle need. A process of the pool also has
+    the file's folder on its path, so that processes that the function spawns find the module.
+    """
+    name = _module_name(file)
+    if name in sys.modules:
+        return sys.modules[name]
+
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _module_name(file: Path) -> str:
+    """Return the file's stem, or a unique name if the stem belongs to another module."""
+    if "." not in file.stem:
+        with suppress(ValueError):  # __main__ has no spec
+            other = importlib.util.find_spec(file.stem)
+            if other is None or other.origin == str(file):
+                return file.stem
+    return f"reward_function_{zlib.crc32(os.fsencode(file)):08x}"

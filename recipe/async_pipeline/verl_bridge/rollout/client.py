@@ -20,6 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ...core.deadline import within
 from ...errors import VersionNotServed, WaitTimeout
+from ...weight_sync.versioned_engine import FORM
 from ..agent_loop.episode import current_attempt, current_episode, take_turn, taken_turns
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..direct_calls import ConnectionLost, DirectActors
@@ -54,7 +55,8 @@ class PipelineLLMClient(LLMServerClient):
         share = open_requests_of(self.config).share
         self.config = ReadOnce(self.config)
         self._sessions_reuse = self.config.trainer.v1.async_pipeline.weight_sync.reuse_prefixes == "session"
-        self._server_of: dict[str, str] = {}
+        self.server_of: dict[str, str] = {}
+        """The server of each open request."""
         self._direct = DirectActors("generate")
         self._asked: dict[str, tuple[ray.actor.ActorHandle, str]] = {}
         """For each open request, its server and its id there."""
@@ -113,15 +115,16 @@ class PipelineLLMClient(LLMServerClient):
 
         A partial response of a seeded request is neither continued nor recorded: an engine starts the random
         numbers of a seed with the first token of a request, so a continuation would differ from an
-        undisturbed response.
+        undisturbed response. Nor is one that must have a form, whose grammar begins with the first token.
         """
         rollout = self.config.actor_rollout_ref.rollout
         said, asked = transcript.recall(kwargs["prompt_ids"]), kwargs
-        seeded = kwargs["sampling_params"].get("seed") is not None
-        if said is not None and not said.finished and seeded:
+        params = kwargs["sampling_params"]
+        is_whole = params.get("seed") is not None or params.get(FORM) is not None
+        if said is not None and not said.finished and is_whole:
             said = None
         if said is not None and not said.finished:
-            left = continued(kwargs["sampling_params"], said, rollout.prompt_length, rollout.response_length)
+            left = continued(params, said, rollout.prompt_length, rollout.response_length)
             if left is None:
                 said = said._replace(stop_reason="completed")
             else:
@@ -132,7 +135,7 @@ class PipelineLLMClient(LLMServerClient):
                 }
 
         transcript.open[request_id] = Open(
-            kwargs["prompt_ids"], said, lambda: None if seeded else self._asked.get(request_id)
+            kwargs["prompt_ids"], said, lambda: None if is_whole else self._asked.get(request_id)
         )
         try:
             if said is not None and said.finished:
@@ -157,14 +160,14 @@ class PipelineLLMClient(LLMServerClient):
                 except Exception as error:
                     if is_death(error) or isinstance(error, ActorUnavailableError):
                         self._last_death, deaths = error, deaths + 1
-                        dead = self._server_of[request_id]
+                        dead = self.server_of[request_id]
                         logger.warning(
                             "request %s: %s is dead or unreachable, trying another replica", request_id, dead
                         )
                         await self._take_out(dead, for_good=is_death(error))
                     elif isinstance(cause_of(error), VersionNotServed):
                         # It left the rotation after the list of replicas was made.
-                        await self._avoid(self._server_of[request_id])
+                        await self._avoid(self.server_of[request_id])
                     elif NONE_LEFT not in str(cause_of(error)):
                         raise
                     if deaths == DEATHS or not await self._any_replica_serves():
@@ -175,7 +178,7 @@ class PipelineLLMClient(LLMServerClient):
                 server.give_up.remote(name)
             raise
         finally:
-            self._server_of.pop(request_id, None)
+            self.server_of.pop(request_id, None)
             self._asked.pop(request_id, None)
 
     async def _send(self, request_id: str, **kwargs: Any) -> TokenOutput:
@@ -187,7 +190,7 @@ class PipelineLLMClient(LLMServerClient):
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         found = await self._route(request_id)
         server, handle = found or await super()._acquire_server(request_id, **extra)
-        self._server_of[request_id] = server
+        self.server_of[request_id] = server
         self._asked[request_id] = (handle, "")
         return server, self._direct.of(server, handle)
 

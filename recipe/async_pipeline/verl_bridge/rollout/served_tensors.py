@@ -60,7 +60,7 @@ def served_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 OWN_BUFFERS = {
     # Scales of attention layers, which belong to the KV cache.
     *("_q_scale", "_k_scale", "_v_scale", "_prob_scale"),
-    # Which expert is on which rank.
+    # Which expert is on which rank: persistent in vLLM 0.24, so newer ones may rename them.
     *("_expert_map", "expert_mask"),
     *("expert_global_to_physical", "expert_physical_to_global", "expert_local_to_global"),
 }

@@ -7,13 +7,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from omegaconf import DictConfig
 from ray.exceptions import RayError
 
+from ...checkpoint.store import refuse_damage
 from ...core.bad_data import BadData
 from ...core.deadline import within
 from ...core.flow_state import FlowState
@@ -24,32 +29,34 @@ from ...errors import WaitTimeout
 from ...observe.event_file import EventFile
 from ...observe.summary import RunRecorder, one_line
 from ..agent_loop.manager import PushAgentLoopManager
-from ..agent_loop.partial_rollouts import WRITTEN_S, RecordedRequest, tokens_in
+from ..agent_loop.partial_rollouts import WRITTEN_S
+from ..ray_calls import cause_of
+from ..sample_store import WriteShard, note
 from ..workers.policy_copy import PolicyCopy
 from .calls import BlockingCalls
 from .checkpoint_contents import (
     ACTOR,
     CRITIC,
     REFERENCE,
+    SAMPLES,
+    TRANSCRIPTS,
     Checkpoints,
     Restored,
     SavedRun,
     Snapshot,
     Unfinished,
-    refuse_damage,
 )
 from .prompt_source import PromptSource
 from .terminal import say
 from .verl_stages import VerlStages
 
-NOT_WRITTEN = (
-    "PytorchStreamWriter",
-    "inline_container.cc",
-    "iostream error",
-    "No space left",
-    "SafetensorError",
-)
-"""Messages of torch and safetensors about a full disk, in errors that are not an OSError."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+SAYS_FULL = tuple(text for number in FULL for text in (os.strerror(number), f"os error {number}"))
+"""What a library, or the text of an error from another process, contains if the disk is full."""
+NOT_WRITTEN = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
+"""Messages of torch about a file that could not be written, without the reason."""
+LEAST_BYTES = 64 << 20
+"""Free bytes of a file system below which such a message is due to a full disk."""
 
 
 class Checkpointing:
@@ -60,6 +67,7 @@ class Checkpointing:
         *,
         run: str,
         identity: Mapping[str, Any],
+        epoch: int,
         config: DictConfig,
         schedule: Schedule,
         calls: BlockingCalls,
@@ -77,12 +85,14 @@ class Checkpointing:
         on_save: Callable[[int, str], object],
         stall_s: float | None,
     ) -> None:
-        """`config` is verl's `trainer` section. `on_save(step, folder)` is called after each checkpoint.
+        """`config` is verl's `trainer` section. `on_save(step, folder)` is called after each checkpoint;
+        it raises nothing, and returns in time.
 
         `stall_s`: see `faults.checkpoint_stall_s`.
         """
-        self._stall_s = stall_s
-        self._run, self._identity, self._config, self._schedule = run, identity, config, schedule
+        self._stall_s, self._full = stall_s, False
+        self._run, self._identity, self._epoch = run, identity, epoch
+        self._config, self._schedule = config, schedule
         self._calls, self._stages, self._copies = calls, stages, copies
         self._actor_group, self._critic_group = actor_group, critic_group
         self._prompts, self._manager, self._bad_data = prompts, manager, bad_data
@@ -99,6 +109,7 @@ class Checkpointing:
         WaitTimeout if no byte was added for `faults.checkpoint_stall_s`.
         """
         snapshot, step = self._snapshot(state), state.step
+        self._full = False
         try:
             part = await self._calls(self._checkpoints().begin, step)
             folder = await while_it_progresses(
@@ -113,11 +124,15 @@ class Checkpointing:
                 ),
             )
         except Exception as error:
-            if not is_full(error) or step == self._schedule.last_step:
+            if not is_full(error, self._full) or step == self._schedule.last_step:
                 raise
-            say(f"step {step} has no checkpoint, those before stay: {one_line(error)}")
+            say(
+                f"step {step} has no checkpoint, because the disk is full; those before stay, and another "
+                f"step is tried soon: {one_line(error)}"
+            )
             return False
-        await self._calls(self._on_save, step, str(folder))
+        # It is published: what happens here ends no run.
+        await self._calls.without_deadline(self._on_save, step, str(folder))
         return True
 
     async def _write(
@@ -127,32 +142,36 @@ class Checkpointing:
         models_read: Callable[[], object],
         all_read: Callable[[], object],
     ) -> Path:
-        """Write all files, the models and the rest at the same time, and publish them. Returns the folder."""
+        """Write all files and publish them; returns the folder.
+
+        Training may continue once the models are written and the storage units have noted the samples. The
+        owners of samples and transcripts write them then: their bytes do not pass through this process.
+        """
         checkpoints, state = self._checkpoints(), snapshot.state
 
         async def write_models() -> None:
             await self._calls.without_deadline(checkpoints.write_models, part, state)
             models_read()
 
-        async def write_rest() -> None:
-            transcripts = await self._partial_rollouts(state.flow.in_flight())
-            whole = snapshot._replace(transcripts=transcripts)
-            await self._calls.without_deadline(checkpoints.write_rest, part, whole)
-
+        noting = asyncio.ensure_future(self._transcripts(state))
         try:
-            # Both end before the folder is deleted after a failure.
-            for error in await asyncio.gather(write_models(), write_rest(), return_exceptions=True):
-                if error is not None:
-                    raise error
+            _, samples = await _all_ended(write_models(), self._calls(note, snapshot.groups, self._partition))
             all_read()
-            return await self._calls.without_deadline(checkpoints.publish, part, state.flow.step)
+            shards = await self._write_shards(part, {SAMPLES: samples, TRANSCRIPTS: await noting})
+            whole = snapshot._replace(state=structs.replace(state, shards=shards))
+            await self._calls.without_deadline(checkpoints.write_rest, part, whole)
+            return await self._calls.without_deadline(checkpoints.publish, part, state.flow)
         except Exception:
+            # Before its files are deleted.
+            self._full = await self._calls.without_deadline(no_room, part.folder)
             await self._calls.without_deadline(part.abandon)
             raise
         except asyncio.CancelledError:
             # Its threads may still write; the next process removes what they leave.
             self._calls.submit(part.abandon)
             raise
+        finally:
+            noting.cancel()
 
     def _snapshot(self, state: FlowState) -> Snapshot:
         groups = [group for group in state.finished() if self._rejects(group) is None]
@@ -168,26 +187,42 @@ class Checkpointing:
             kl_coef=self._stages.kl_coefficient(state.step),
             meters={"recorder": self._recorder.state(), "bad_data": self._bad_data.state()},
         )
-        return Snapshot(kept, groups, loader, self._prompts.loader_state, {})
+        return Snapshot(kept, groups, loader, self._prompts.loader_state)
 
-    async def _partial_rollouts(self, in_flight: Sequence[str]) -> dict[str, list[list[RecordedRequest]]]:
-        """Return the requests that agent loop workers have recorded so far, by prompt.
+    async def _transcripts(self, state: SavedRun) -> list[WriteShard]:
+        """Have agent loop workers note the requests that they have recorded so far.
 
         Prompts that finish meanwhile are missing; a resumed run generates them again.
         """
         try:
-            found = await within(
-                self._manager.transcripts(),
+            return await within(
+                self._manager.note_transcripts(state.flow.in_flight(), state.flow.step),
                 2 * WRITTEN_S,
                 owner="train",
                 what="the partial responses",
             )
         except (WaitTimeout, RayError) as error:
             say(f"partial responses are not kept: {one_line(error)}")
-            return {}
-        # A prompt whose generation has not begun in this process still has its requests from the checkpoint.
-        kept = {uid: found.get(uid) or self._prompts.resumed(uid) for uid in in_flight}
-        return {uid: responses for uid, responses in kept.items() if tokens_in(responses)}
+            return []
+
+    async def _write_shards(
+        self, part: Unfinished, writers: Mapping[str, Sequence[WriteShard]]
+    ) -> dict[str, list[str]]:
+        """Have the owners write their shards; returns the names by contents. The caller bounds the wait.
+
+        Raises CheckpointError if a file is not where this process sees it.
+        """
+        names = {
+            what: [f"{what}/rank_{rank}" for rank in range(len(owners))] for what, owners in writers.items()
+        }
+        writing = [
+            write(str(part.folder), name)
+            for what, owners in writers.items()
+            for write, name in zip(owners, names[what], strict=True)
+        ]
+        written = [entry for entries in await _all_ended(*writing) for entry in entries]
+        await self._calls.without_deadline(part.add, written)
+        return names
 
     def _checkpoints(self) -> Checkpoints:
         limits = [self._config.get("max_actor_ckpt_to_keep")]
@@ -197,8 +232,8 @@ class Checkpointing:
             root=Path(self._config.default_local_dir),
             run=self._run,
             identity=self._identity,
+            epoch=self._epoch,
             keep=None if None in limits else max(limits),
-            partition=self._partition,
             save_models=self._save_models,
             sync_ledger=self._ledger.sync,
         )
@@ -210,6 +245,18 @@ class Checkpointing:
             self._critic_group.save_checkpoint(str(folder / CRITIC), None, step, max_ckpt_to_keep=None)
         if state.reference is not None:
             self._copies["ref_logp"].save(state.reference, folder / REFERENCE)
+
+
+async def _all_ended(*work: Awaitable[Any]) -> list[Any]:
+    """Return all results once all have ended: no one writes into a folder that is deleted after a failure.
+
+    Raises the first error.
+    """
+    ended = await asyncio.gather(*work, return_exceptions=True)
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
+    return ended
 
 
 def load_models(restored: Restored, actor_group: Any, critic_group: Any | None) -> None:
@@ -234,8 +281,32 @@ def load_reference(restored: Restored, copy: PolicyCopy) -> None:
         copy.version = restored.state.reference
 
 
-def is_full(error: Exception) -> bool:
-    """Return whether the disk, not the program, caused the error."""
-    if isinstance(error, OSError):
-        return not isinstance(error, TimeoutError | ConnectionError)
-    return any(text in str(error) for text in NOT_WRITTEN)
+def is_full(error: BaseException, had_no_room: bool = False) -> bool:
+    """Return whether a full disk, or a full quota, caused the error.
+
+    `had_no_room`: whether the file system was full when it was raised, because some messages of torch lack
+    the reason.
+    """
+    cause = cause_of(error)
+    if isinstance(cause, OSError) and cause.errno is not None:
+        return cause.errno in FULL
+    text = str(cause)
+    if any(full in text for full in SAYS_FULL):
+        return True
+    return had_no_room and any(failed in text for failed in NOT_WRITTEN)
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Return whether a disk caused the error, whatever its reason, and not another process."""
+    cause = cause_of(error)
+    if isinstance(cause, OSError):
+        return not isinstance(cause, TimeoutError | ConnectionError)
+    return is_full(error, True)
+
+
+def no_room(folder: Path) -> bool:
+    """Return whether the file system of a folder has no room left. False if the system does not report it."""
+    try:
+        return shutil.disk_usage(folder).free < LEAST_BYTES
+    except OSError:
+        return False

@@ -3,12 +3,14 @@
 
 verl decodes a response as a whole. The files get two more columns:
 
-    turns   the parts of a response in order, each `[written by the policy, text]`; null if it wrote all of it
+    turns   the parts of a response in order, each `[written by the policy, text, version that wrote it]`, the
+            version null if none did or it is unknown; null if the response is one part of the policy
     place   `index` and `seed` of the row's extra_info, as far as it has them
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import transfer_queue as tq
 
 from ...core.items import StepBatch
+from ...core.token_spans import TokenSpan
 from .verl_stages import own_copy
 
 INFO, PLACE = "extra_info", ("index", "seed")
@@ -36,28 +39,56 @@ def log_rollout_data(view: Any, batch: StepBatch, timing: dict[str, float], fold
 def _columns(tokenizer: Any, batch: StepBatch, keys: Sequence[str]) -> dict[str, list[Any]]:
     """Return the further columns of rows with these keys. Blocks on the sample store."""
     names = {name for group in batch.groups for columns in group.payload or () for name in columns}
+    spans = {one.key: one.spans or () for group in batch.groups for one in group.trajectories}
     # Not `response_mask`, which has lost the tokens that are too old.
     fields = ["responses", "loss_mask", *([INFO] if INFO in names else [])]
     data = tq.kv_batch_get(keys=list(keys), partition_id=batch.payload.partition_id, select_fields=fields)
 
-    rows = zip(data["responses"].unbind(0), data["loss_mask"].unbind(0), strict=True)
+    rows = zip(keys, data["responses"].unbind(0), data["loss_mask"].unbind(0), strict=True)
     found: dict[str, list[Any]] = {
-        "turns": [_turns(tokenizer, ids.tolist(), mask.tolist()) for ids, mask in rows]
+        "turns": [
+            _turns(tokenizer, ids.tolist(), mask.tolist(), spans.get(key, ())) for key, ids, mask in rows
+        ]
     }
     if INFO in names:
         found["place"] = [_place(getattr(info, "data", info)) for info in data[INFO]]
     return found
 
 
-def _turns(tokenizer: Any, ids: Sequence[int], mask: Sequence[int]) -> list[Any] | None:
-    if all(mask):
+def _turns(
+    tokenizer: Any, ids: Sequence[int], mask: Sequence[int], spans: Sequence[TokenSpan]
+) -> list[Any] | None:
+    parts = [*_parts(ids, mask, spans)]
+    if len(parts) == 1 and all(mask):
         return None
-    return [[own, tokenizer.decode(part, skip_special_tokens=True)] for own, part in _parts(ids, mask)]
+    turns: list[Any] = []
+    for own, group in groupby(parts, key=lambda part: part[0]):
+        turn = [*group]
+        tokens: list[int] = []
+        before = ""
+        for at, (_, version, part) in enumerate(turn, start=1):
+            tokens += part
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            if at < len(turn):
+                # A character of which the next version wrote the rest belongs to that one.
+                text = text.rstrip("\ufffd")
+            turns.append([own, text[len(before) :], version])
+            before = text
+    return turns
 
 
-def _parts(ids: Sequence[int], mask: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
-    for own, part in groupby(zip(ids, mask, strict=True), key=lambda one: bool(one[1])):
-        yield own, [token for token, _ in part]
+def _parts(
+    ids: Sequence[int], mask: Sequence[int], spans: Sequence[TokenSpan]
+) -> Iterator[tuple[bool, int | None, list[int]]]:
+    """Yield the longest parts of one writer: whether it is the policy, its version, and the tokens."""
+    starts = [span.start for span in spans]
+
+    def writer(at: int) -> tuple[bool, int | None]:
+        before = bisect_right(starts, at)
+        return bool(mask[at]), spans[before - 1].version if mask[at] and before else None
+
+    for (own, version), part in groupby(range(len(ids)), key=writer):
+        yield own, version, [ids[at] for at in part]
 
 
 def _place(info: Any) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import transfer_queue as tq
-import xxhash
 from transfer_queue import KVBatchMeta
 
 from ...config.schema import AsyncPipelineConfig
-from ...core.bad_data import BadData, GroupVerdict
+from ...core.bad_data import BadData, GroupVerdict, score_of
 from ...core.deadline import within
 from ...core.items import Admission, Group, Prompt, PromptBatch, StepBatch, Trajectory
 from ...core.recall import Recall
@@ -26,6 +25,7 @@ from ..agent_loop.answers import Details
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.version_spans import cost_columns
 from ..reward.batch_scoring import score_batch
+from ..reward.manager import UNSCORED
 from .calls import BlockingCalls
 from .prompt_source import PromptSource
 from .sample_metrics import SampleMeters
@@ -97,13 +97,13 @@ class Generation:
         await within(self._allowed.wait(), self._calls.timeout_s, owner="generate", what="validation to end")
         if recall.verdict is not None:
             return None
-        identity = _identity(prompt)
+        identity = self._prompts.identity(prompt.uid)
         refused = self._bad_data.refuse(identity)
         if refused is not None:
             return _group(prompt, (), refused)
 
         started = time.perf_counter()
-        done = await self._manager.run_group(self._prompts.begin(prompt), recall, self._served())
+        done = await self._manager.run_group(prompt.payload, recall, self._served())
         seconds = time.perf_counter() - started
         if done is None:
             self._meters.cancelled(seconds)
@@ -165,7 +165,10 @@ class Generation:
         return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics, timing_s=timing)
 
     async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
-        scored = await self._calls(score_batch, self._reward_workers(), own_copy(meta), self._knobs)
+        def score() -> list[Mapping[str, Any]]:
+            return score_batch(self._reward_workers(), own_copy(meta), self._knobs)
+
+        scored = await self._calls(score)
         rewards = iter(scored)
 
         def with_rewards(group: Group) -> Group:
@@ -177,19 +180,22 @@ class Generation:
     def _filter_by(self, trajectory: Trajectory, details: Details) -> float | None:
         """Return the value of the filter metric, or None without a filter.
 
-        Raises RolloutError if the reward function did not return it.
+        A response without a score may lack the metric: the value is its default reward then. Raises
+        RolloutError if the reward function did not return a number under that name.
         """
-        metric = self._filter_metric
+        metric, info = self._filter_metric, details.reward_info
         if metric is None:
             return None
-        value = trajectory.reward if metric == "reward" else details.reward_info.get(metric)
-        if value is None:
-            known = ", ".join(["reward", *details.reward_info])
+        value = trajectory.reward if metric == "reward" or info.get(UNSCORED) else info.get(metric)
+        number = score_of(value)
+        if number is None:
+            known = ", ".join(["reward", *(name for name, one in info.items() if score_of(one) is not None)])
             raise RolloutError(
-                "algorithm.filter_groups.metric must be a value that the reward function returns, got "
-                f"{metric!r}; choose one of {known}"
+                "algorithm.filter_groups.metric must name a finite number that the reward function returns, "
+                f"got {metric!r}, which is {'missing' if value is None else repr(value)[:80]}; choose one of "
+                f"{known}"
             )
-        return float(value)
+        return number
 
 
 def _meta_of(groups: Sequence[Group], temperature: float) -> KVBatchMeta:
@@ -201,18 +207,6 @@ def _meta_of(groups: Sequence[Group], temperature: float) -> KVBatchMeta:
         tags=[dict(t.payload) for t in trajectories],
         extra_info={"temperature": temperature},
     )
-
-
-def _identity(prompt: Prompt) -> str:
-    """Return a hash of the prompt, which is the same in every epoch: of its text, and of what an environment
-    makes of it.
-    """
-    payload: Mapping[str, Any] = prompt.payload
-    parts = [str(payload["raw_prompt"])]
-    info = payload.get("extra_info")
-    if isinstance(info, Mapping):
-        parts += [str(info[name]) for name in ("seed", "task") if info.get(name) is not None]
-    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
 def _group(

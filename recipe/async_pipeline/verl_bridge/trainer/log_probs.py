@@ -31,7 +31,7 @@ from ..workers.log_prob_group import end_group, has_adapters, retry_on_actor_dea
 from ..workers.policy_copy import PolicyCopy
 from ..workers.training_worker import REF_COLUMN
 from .calls import BlockingCalls
-from .checkpointing import is_full
+from .checkpointing import is_of_disk
 from .terminal import say
 from .verl_stages import VerlStages
 from .weight_publisher import WeightPublisher
@@ -150,7 +150,7 @@ class LogProbs:
         try:
             policy.keep()
         except Exception as error:
-            if not is_full(error):
+            if not is_of_disk(error):
                 raise
             if policy.not_kept is None:
                 say(

@@ -16,6 +16,7 @@ only its trainer (`verl_trainer.py`), which calls `restore`, `connect` and `run`
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -27,6 +28,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
+from ...agents.episodes import metrics_of
 from ...config.scheduling import schedule_of
 from ...core.bad_data import BadData
 from ...core.deadline import all_of
@@ -41,16 +43,18 @@ from ...core.schedule import Schedule
 from ...core.wait_graph import Wait, waits_of
 from ...observe.agent_output import FOLDER, AgentOutputFolder
 from ...observe.event_file import EventFile
-from ...observe.observers import ACCOUNT, LOST, OVERLAP, SELECTION, Observers
+from ...observe.observers import ACCOUNT, FILE_ATTEMPTS, LOST, OVERLAP, SELECTION, Observers
 from ...observe.overlap import OverlapMeter
 from ...observe.step_account import StepAccountant
-from ...observe.summary import RunRecorder, write_atomically
+from ...observe.summary import RunRecorder, causes, write_atomically
 from ...observe.table import closing, header
 from ...observe.trace import leave_trace
+from ...observe.trackers import ServiceCalls, Trackers
 from ...observe.watchdog import Watchdog
 from ...redaction import redacted
 from ...stages.custom import insert_custom_stages
 from ...weight_sync.manifest import WeightTicket
+from .. import sample_store
 from ..agent_loop.manager import PushAgentLoopManager
 from ..diffusers_rules import draws_images
 from ..garbage import present_objects_frozen
@@ -132,10 +136,11 @@ class PipelineRun:
         if state.kl_coef is not None:
             self.verl.kl_ctrl_in_reward.value = state.kl_coef
         self.bad_data.restore(state.meters["bad_data"])
-        self.prompts.restore(state.prompts, restored.loader, restored.transcripts)
+        self.prompts.restore(state.prompts, restored.loader)
 
         groups = kept_groups(state)
-        checkpoint_contents.put(groups, restored.samples, PARTITION)
+        shards = state.shards_of(checkpoint_contents.SAMPLES)
+        sample_store.restore(restored.folder, shards, groups, PARTITION, self.wait_timeout_s)
         for group in groups:
             self.meters.finished(group.uid, group.trajectories)
         say(
@@ -180,9 +185,10 @@ class PipelineRun:
 
     def run(self, agent_loop_manager: PushAgentLoopManager) -> None:
         """Train until the last step. Raises the first error of any stage, after writing the summary."""
-        self.open(agent_loop_manager)
+        with causes():
+            self.open(agent_loop_manager)
         try:
-            asyncio.run(until_cancelled(self._run()))
+            asyncio.run(until_cancelled(self._run(), self._save_on_notice))
         finally:
             # Also after a failure, but without waiting for a worker that may be stuck.
             trace = self.calls.submit(leave_trace, self.folder.path, say)
@@ -190,6 +196,18 @@ class PipelineRun:
             wait([self.calls.submit(end) for end in ends], timeout=CLOSE_S)
             wait([trace], timeout=TRACE_S)
             self.calls.close()
+
+    async def _save_on_notice(self) -> None:
+        """Have a checkpoint written; return once it is complete, or `faults.notice_s` have passed."""
+        versions, checkpoints = self._flow.versions, self._flow.checkpoints
+        notice_s, saved = self.knobs.faults.notice_s, asyncio.Event()
+        step = checkpoints.request(max(versions.trained, versions.criticised))
+        self._flow.log.subscribe(lambda _: saved.set() if checkpoints.last >= step else None, name="notice")
+        say(f"SIGTERM: the run ends once step {step} has a checkpoint, at the latest in {notice_s:g} s")
+        try:
+            await asyncio.wait_for(saved.wait(), notice_s)
+        except TimeoutError:
+            say(f"step {step} has no checkpoint yet; the last complete one is of step {checkpoints.last}")
 
     async def _run(self) -> None:
         """Train until the last step. Raises the first error of any stage, after writing the summary."""
@@ -245,7 +263,12 @@ class PipelineRun:
                 if observers.off:
                     summary["observers_off"] = dict(observers.off)
                 summary["bad_data"] = self.bad_data.summary()
-                write_atomically(folder.path / "summary.json", summary)
+                if schedule.save_every:
+                    summary["checkpoint_last"] = flow.checkpoints.last
+                    summary["checkpoints_failed"] = flow.checkpoints.failures
+                # A full disk must not replace the error of the run, nor end one that is complete.
+                path = folder.path / "summary.json"
+                observers.value(path.name, write_atomically, path, summary, lost="without that file")
                 for line in closing(summary):
                     echo(line)
 
@@ -262,7 +285,9 @@ class PipelineRun:
         )
         names = {name: self.config.trainer[name] for name in ("project_name", "experiment_name")}
         self.verl.logger = Tracking(**names, default_backend=self.config.trainer.logger, config=settings)
-        self.verl.validation_generations_logger = ValidationGenerationsLogger(**names)
+        samples = ValidationGenerationsLogger(**names)
+        self.trackers = Trackers(self.verl.logger, samples, self.observers)
+        self.verl.validation_generations_logger = self.trackers
 
         self.recorder = RunRecorder(
             strategy=self.knobs.strategy,
@@ -270,7 +295,10 @@ class PipelineRun:
             started_unix=self.runtime.started_unix,
         )
         if self._restored is not None:
-            self.recorder.restore(self._restored.state.meters["recorder"])
+            state = self._restored.state
+            self.recorder.restore(state.meters["recorder"])
+            shards = state.shards_of(checkpoint_contents.TRANSCRIPTS)
+            self.prompts.keep(agent_loop_manager.resume(self._restored.folder, shards, self.wait_timeout_s))
         self._restored = None
         self.folder.repeat_rows(self.verl.logger)
 
@@ -301,6 +329,7 @@ class PipelineRun:
                 "the output of agents",
                 AgentOutputFolder(self.folder.path).add,
                 lost=f"without further files in {FOLDER}/",
+                attempts=FILE_ATTEMPTS,
             ),
         )
 
@@ -317,9 +346,10 @@ class PipelineRun:
             observers=self.observers,
             recorder=self.recorder,
             gauges=RayGauges(self.config.trainer.experiment_name),
-            logger=self.verl.logger,
+            trackers=self.trackers,
             steps_per_epoch=self.verl.steps_per_epoch,
             rollout_data_dir=self.config.trainer.get("rollout_data_dir"),
+            saves=lambda step: self._flow.checkpoints.saves(step),
             pictures=self._new_pictures(),
         )
 
@@ -349,15 +379,30 @@ class PipelineRun:
     def _new_checkpointing(self, manager: PushAgentLoopManager) -> Checkpointing:
         """Return the part that writes checkpoints."""
 
+        deliver = ServiceCalls(
+            "the checkpoint callback",
+            self.observers,
+            lost="without calls of it",
+            # It may upload for hours; the next checkpoint waits for it, as long as any stage waits.
+            patience_s=self.knobs.faults.wait_timeout_s,
+            stuck_s=math.inf,
+        )
+
         def on_save(step: int, folder: str) -> None:
-            self.verl.checkpoint_callback.on_save(
-                trainer=self.stages.at(step), global_step=step, checkpoint_dir=folder, async_save=False
+            call = partial(
+                self.verl.checkpoint_callback.on_save,
+                trainer=self.stages.at(step),
+                global_step=step,
+                checkpoint_dir=folder,
+                async_save=False,
             )
+            deliver(call)
 
         critic: Any | None = self.verl.critic_wg if self.verl.use_critic else None
         return Checkpointing(
             run=self.runtime.run,
             identity=self.runtime.identity,
+            epoch=self.runtime.epoch,
             config=self.config.trainer,
             schedule=self.schedule,
             calls=self.calls,
@@ -436,7 +481,7 @@ class PipelineRun:
         return await self.generation.draw(admission)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
-        """Return the prompts, with the partial responses of the earlier process in their payload."""
+        """Return the prompts, with the number of tokens that the earlier process has generated for them."""
         return self.prompts.find(uids)
 
     async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
@@ -505,6 +550,8 @@ class PipelineRun:
         async with self.rollout_pool.weights("validation"):
             started = time.perf_counter()
             metrics = await self.calls(self.stages.at(version)._validate)
+        episodes = metrics_of(self.verl.agent_loop_manager.take_validated())
+        metrics |= {f"async_pipeline/validation/{name}": value for name, value in episodes.items()}
         seconds = time.perf_counter() - started
         await self.report.log_validation(version, metrics, seconds)
         return seconds

@@ -6,6 +6,8 @@ from __future__ import annotations
 from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
+from ...checkpoint import owner
+from ...checkpoint.resume import root_of, saves
 from ...config.schema import is_strategy
 from ...core.schedule import Schedule
 from ...errors import ConfigError
@@ -15,6 +17,7 @@ from ..ray_cluster import require_run_dir
 from ..rollout.server_manager import PipelineServerManager
 from ..run_config import runtime_of
 from . import flow_advantages  # noqa: F401  registers its estimator with verl
+from .terminal import say
 from .verl_trainer import VerlTrainer
 
 for _name in STRATEGIES:
@@ -28,13 +31,16 @@ def begin(config: DictConfig) -> None:
     workers. Hides secrets in the output of this process: verl prints its whole config, and Ray stores it in
     files that other users may read. Returns immediately for one of verl's trainers.
 
-    Raises ConfigError if this process does not see the run directory of the driver.
+    Raises ConfigError if this process does not see the run directory of the driver, or if another run has it.
     """
     mode = str(config.trainer.v1.trainer_mode)
     if is_strategy(mode):
         hide_in_output()
         runtime = runtime_of(config)
         require_run_dir(runtime.run_dir, runtime.run_dir_mark)
+        owner.hold(owner.RUN_DIR, runtime.run_dir, owner.TRAINER, say)
+        if saves(config):
+            owner.hold(owner.ROOT, root_of(config), owner.TRAINER, say)
         ensure_registered(mode)
         PipelineServerManager.start_early(config)
 

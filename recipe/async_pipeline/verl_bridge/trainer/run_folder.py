@@ -17,7 +17,7 @@ from ...observe.run_files import rows_until, run_of, set_aside
 from ..rollout.server_manager import devices_of_a_node
 
 END_FILES = ("summary.json", "trace.json", "report.html")
-"""Files that an earlier process wrote at its end; they do not describe this run."""
+"""Files that an earlier process of the run wrote at its end."""
 
 
 class RunFolder:
@@ -32,18 +32,14 @@ class RunFolder:
         same_run = resumed_step is not None and run_of(ledger) == run
         self.rows: list[dict[str, Any]] = []
         """Metrics of the steps up to the checkpoint."""
-        if resumed_step is not None:
-            self.rows = rows_until(metrics, resumed_step) if same_run else []
-            set_aside(metrics)
-            set_aside(path / "events.jsonl")
-            if not same_run:
-                set_aside(ledger)
+        if same_run and resumed_step is not None:
+            self.rows = rows_until(metrics, resumed_step)
+        for name in ("metrics.jsonl", "events.jsonl", *END_FILES, *([] if same_run else [ledger.name])):
+            set_aside(path / name)
 
         self.ledger = EventFile(ledger, append=same_run)
         # verl's file tracker reads its path from this variable.
         os.environ["VERL_FILE_LOGGER_PATH"] = str(metrics)
-        for name in END_FILES:
-            (path / name).unlink(missing_ok=True)
 
     def repeat_rows(self, logger: Any) -> None:
         """Write the kept metrics to the metrics file; other trackers have them already."""

@@ -63,6 +63,10 @@ class SampleMeters:
         self._undecided[uid] = trajectories
         self._record("finished", trajectories)
 
+    def stored(self) -> int:
+        """Return the rows in the sample store that no step has trained. May be called from any thread."""
+        return sum(len(trajectories) for trajectories in list(self._undecided.values()))
+
     def settled(self, settled: Settlement) -> None:
         """Count the responses to prompts that have a fate. Called by the register of fates."""
         groups = {group.uid: group.trajectories for group in settled.groups}

@@ -6,26 +6,27 @@ The report of a step is computed in a thread while the next step trains:
     train lane ──► finish(step) ──► the report of step - 1 is done ──► thread: metrics, trackers, free samples
                                     └── the next step begins at once, except after a step with a checkpoint
 
-Metrics and trackers are observers: one that fails is switched off. What frees the samples is not.
+Metrics and trackers are observers: one that keeps failing is switched off. What frees the samples is not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transfer_queue as tq
 
-from ...agents.episodes import metrics_of
-from ...core.bad_data import BadData
+from ...agents.episodes import FAILURES, explain_rows, metrics_of
+from ...core.bad_data import BadData, is_round, skipped_update
 from ...core.items import StepBatch
 from ...core.schedule import Schedule
-from ...observe.observers import ACCOUNT, LOST, OFF_POLICY, SELECTION, Observers
+from ...observe.observers import ACCOUNT, FILE_ATTEMPTS, LOST, OFF_POLICY, SELECTION, Observers
 from ...observe.step_account import StepAccountant
 from ...observe.summary import RunRecorder
 from ...observe.table import StepRow, progress
+from ...observe.trackers import Trackers
 from .calls import BlockingCalls
 from .episode_texts import log_rollout_data
 from .kept_pictures import KeptPictures
@@ -57,18 +58,21 @@ class StepReport:
         observers: Observers,
         recorder: RunRecorder,
         gauges: RayGauges,
-        logger: Any,
+        trackers: Trackers,
         steps_per_epoch: int,
         rollout_data_dir: str | None,
+        saves: Callable[[int], bool],
         pictures: KeptPictures | None = None,
     ) -> None:
+        """`saves(step)`: whether a checkpoint is written after that step."""
         self._schedule, self._calls, self._stages, self._publisher = schedule, calls, stages, publisher
         self._meters, self._bad_data, self._accounts = meters, bad_data, accounts
         self._observers, self._recorder = observers, recorder
-        self._gauges, self._logger = gauges, logger
+        self._gauges, self._trackers = gauges, trackers
         self._steps_per_epoch, self._rollout_data_dir = steps_per_epoch, rollout_data_dir
-        self._pictures = pictures
+        self._saves, self._pictures = saves, pictures
         self._last_finish = time.perf_counter()
+        self._rows_explained = False
         self._logged = 0
         """The newest step with logged metrics."""
         self._reporting: asyncio.Task[None] | None = None
@@ -103,7 +107,7 @@ class StepReport:
             name=f"report[{batch.step}]",
         )
         self._reporting.add_done_callback(self._note_failure)
-        if batch.step == self._schedule.last_step or self._schedule.saves(batch.step):
+        if batch.step == self._schedule.last_step or self._saves(batch.step):
             await self._reported()
 
     async def watch(self) -> None:
@@ -117,6 +121,7 @@ class StepReport:
             self._reporting.cancel()
         if self._failed.done():
             self._failed.exception()  # mark it as retrieved
+        await self._calls.without_deadline(self._trackers.close)
 
     def _note_failure(self, report: asyncio.Task[None]) -> None:
         if not report.cancelled() and (error := report.exception()) is not None and not self._failed.done():
@@ -131,9 +136,9 @@ class StepReport:
         """Log the metrics of a validated version."""
         metrics["async_pipeline/validation/version"] = version
         # A tracker may drop metrics of a step before the newest; the metric above has the version.
-        await self._calls(self._log, metrics, max(version, self._logged))
+        await self._calls(self._trackers.log_metrics, metrics, max(version, self._logged))
         shown = {k: round(float(v), 4) for k, v in metrics.items() if k.startswith("val-core")}
-        say(f"validation of version {version}: {shown} in {seconds:.1f} s")
+        say(f"validation of version {version}: {shown} in {seconds:.1f} s{_failures(metrics)}")
 
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float, critical: str) -> None:
         timing = {**batch.timing_s, "step": step_s}
@@ -158,30 +163,33 @@ class StepReport:
                 timing,
                 self._rollout_data_dir,
                 lost="without further generations in that folder",
+                attempts=FILE_ATTEMPTS,
             )
         if self._pictures is not None:
-            observers.value("the pictures of steps", self._pictures.keep, batch, lost="without further ones")
+            observers.value(
+                "the pictures of steps",
+                self._pictures.keep,
+                batch,
+                lost="without further ones",
+                attempts=FILE_ATTEMPTS,
+            )
         tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
 
         self._show(batch, facts, metrics, step_s, critical)
-        observers.value("Ray's metrics", self._gauges.show, metrics, lost="without gauges")
+        observers.value(
+            "Ray's metrics", self._gauges.show, metrics, lost="without gauges", attempts=FILE_ATTEMPTS
+        )
         self._logged = batch.step
-        self._log(metrics, batch.step)
-
-    def _log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log metrics to each tracker separately: one that fails does not hide them from the others."""
-        for tracker in self._logger.logger:
-            self._observers.value(
-                f"the tracker {tracker}",
-                self._logger.log,
-                data=metrics,
-                step=step,
-                backend=[tracker],
-                lost="without its later metrics",
-            )
+        self._trackers.log_metrics(metrics, batch.step)
 
     def _pipeline_metrics(self, batch: StepBatch, facts: Mapping[str, float]) -> dict[str, Any]:
         found: dict[str, Any] = {**facts, **self._bad_data.metrics(), **metrics_of(batch.groups)}
+        found["sample_store/rows"] = float(self._meters.stored() + batch.num_trajectories)
+        found["observers/off"] = float(len(self._observers.off))
+        rows = None if self._rows_explained else explain_rows(found)
+        if rows is not None:
+            self._rows_explained = True
+            say(f"step {batch.step}: {rows}")
         served = self._publisher.rollout_pool.versions
         found["version/replicas"] = len(served)
         if len(served) <= SHOWN_REPLICAS:
@@ -208,6 +216,12 @@ class StepReport:
         step_s: float,
         critical: str,
     ) -> None:
+        skipped = skipped_update(batch.metrics)
+        if skipped and is_round(int(facts["train/skipped_updates"])):
+            say(
+                f"the update of step {batch.step} was skipped, or that of a mini-batch: {skipped}; "
+                f"{facts['train/skipped_updates']:.0f} such steps so far"
+            )
         trajectories = [t for g in batch.groups for t in g.trajectories]
         reward = sum(t.reward or 0.0 for t in trajectories) / len(trajectories)
         kl = metrics.get("rollout_corr/kl")
@@ -229,3 +243,11 @@ class StepReport:
         echo(row.render())
         waiting = {"untrained": facts["queue/untrained"], "finished": facts["queue/finished"]}
         echo(progress(row, **waiting, critical=critical))
+
+
+def _failures(metrics: Mapping[str, Any]) -> str:
+    """Return how many episodes of a validation failed, as the rest of a line; empty without any."""
+    prefix = "async_pipeline/validation/agentic"
+    failed = {end: int(metrics.get(f"{prefix}/end/{end}", 0)) for end in FAILURES}
+    counts = ", ".join(f"{count} {end}" for end, count in failed.items() if count)
+    return f"; of {metrics[f'{prefix}/episodes']:.0f} episodes failed: {counts}" if counts else ""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import wait
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig
@@ -12,6 +13,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from ...core.schedule import Schedule
+from ...observe.summary import causes
 from ...patching.patched_tree import require_known
 from ...patching.verl_source import find_verl_root
 from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
@@ -20,9 +22,13 @@ from ..agent_loop import template_check
 from ..plugin_state import require_loaded
 from ..sample_store import count_cores_once
 from .pipeline_run import PipelineRun
-from .prompt_source import PromptSource
+from .prompt_source import PromptSource, require_a_batch
+from .reward_columns import file_writer, numbers_or_text
 from .terminal import say
 from .validation_buffer import ValidationBuffer
+
+DUMP_S = 60.0
+"""Seconds for the last files of generations at the end of a run."""
 
 
 class VerlTrainer(PPOTrainer):
@@ -50,12 +56,16 @@ class VerlTrainer(PPOTrainer):
     # verl's start-up: verl calls these methods in this order.
 
     def _init_dataloader(self) -> None:
-        """Draw whole batches, as verl's sync trainer does, to see the same prompts in the same order."""
+        """Draw whole batches, as verl's sync trainer does, to see the same prompts in the same order.
+
+        Raises ConfigError if there are too few prompts for one batch.
+        """
         mode, self.trainer_mode = self.trainer_mode, "sync"
         try:
             super()._init_dataloader()
         finally:
             self.trainer_mode = mode
+        require_a_batch(len(self.train_dataset), self.config.data)
         self.pipeline.prompts = PromptSource(self._next_train_batch, self.train_dataloader)
         template_check.warn(self.config, self.tokenizer, say)
 
@@ -68,10 +78,11 @@ class VerlTrainer(PPOTrainer):
 
     def _setup(self) -> None:
         """Start training workers and rollout servers concurrently: they do not depend on each other."""
-        say("starting training workers and rollout servers")
-        super()._setup()
-        say("training workers are up")
-        self.pipeline.connect()
+        with causes():
+            say("starting training workers and rollout servers")
+            super()._setup()
+            say("training workers are up")
+            self.pipeline.connect()
 
     # Methods that verl calls.
 
@@ -90,6 +101,39 @@ class VerlTrainer(PPOTrainer):
     def get_llm_client(self) -> LLMServerClient:
         return self.pipeline.startup.servers.get_client()
 
+    def _val_metrics_update(
+        self,
+        data_sources: list[Any],
+        sample_uids: list[Any],
+        reward_extra_infos_dict: dict[str, list[Any]],
+        *more: Any,
+        **named: Any,
+    ) -> dict[str, float]:
+        columns = numbers_or_text(reward_extra_infos_dict)
+        found: dict[str, float] = super()._val_metrics_update(
+            data_sources, sample_uids, columns, *more, **named
+        )
+        return found
+
+    def _dump_generations(
+        self,
+        inputs: list[str],
+        outputs: list[str],
+        gts: list[Any],
+        scores: list[float],
+        reward_extra_infos_dict: dict[str, list[Any]],
+        dump_path: str,
+    ) -> None:
+        """Write a file of generations in a thread, as verl does. It is an observer: no error is raised."""
+        write = file_writer(self.pipeline.observers, self._write_generations, dump_path)
+        # The list of the trainer itself, which its views share.
+        self._dump_futures[:] = [one for one in self._dump_futures if not one.done()]
+        self._dump_futures.append(
+            self._dump_executor.submit(
+                write, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path, self.global_steps
+            )
+        )
+
     def on_step_end(self) -> None:
         """Do nothing: verl's serial loop is not used."""
 
@@ -102,4 +146,6 @@ class VerlTrainer(PPOTrainer):
     def fit(self, agent_loop_manager: Any) -> None:
         """Train until the last step. Raises the first error of any stage, after writing the summary."""
         self.pipeline.run(agent_loop_manager)
-        self._shutdown_dump_executor()
+        # verl's own end of this would wait for a disk that hangs.
+        wait(self._dump_futures, timeout=DUMP_S)
+        self._dump_executor.shutdown(wait=False, cancel_futures=True)

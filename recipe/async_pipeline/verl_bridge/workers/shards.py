@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a training rank, as the parts that it publishes or as whole tensors, for each engine.
 
-An engine is one module with `held_by` and `assembled`; `ENGINES` names it.
+An engine is one module with `held_by` and `assembled`; `ENGINES` names it. An engine without a module
+publishes whole tensors, as verl exports them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...errors import WeightSyncError
 from ...weight_sync.arena import HeldBlock
 
 ENGINES: Mapping[str, str] = {
@@ -49,14 +51,25 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
     Returns None if the engine changes its weights before they are sent (merged adapters, quantization), so
     that it has to assemble them itself.
     """
-    held: Held | None = _module_of(engine).held_by(engine, replicated=replicated)
+    module = _module_of(engine)
+    held: Held | None = None if module is None else module.held_by(engine, replicated=replicated)
     return held
 
 
 def assembled(engine: Any) -> Assembled:
-    """Return all trained tensors as whole tensors on each rank. A collective."""
-    whole: Assembled = _module_of(engine).assembled(engine)
-    return whole
+    """Return all trained tensors as whole tensors on each rank. A collective.
+
+    Raises WeightSyncError if only an adapter is trained and the engine has no module.
+    """
+    module = _module_of(engine)
+    if module is not None:
+        whole: Assembled = module.assembled(engine)
+        return whole
+    weights, adapter = engine.get_per_tensor_param()
+    if adapter is not None:
+        strategy = engine.engine_config.strategy
+        raise WeightSyncError(f"adapters of {strategy} are not published; train all weights, or use fsdp2")
+    return Assembled(iter(weights), None)
 
 
 def offload_again(engine: Any) -> None:
@@ -66,4 +79,5 @@ def offload_again(engine: Any) -> None:
 
 
 def _module_of(engine: Any) -> Any:
-    return import_module(ENGINES[engine.engine_config.strategy], __package__)
+    name = ENGINES.get(engine.engine_config.strategy)
+    return None if name is None else import_module(name, __package__)

@@ -12,14 +12,8 @@ import pytest
 
 from recipe.async_pipeline.lab.bench import spans
 from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
-from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.lab.bench.jobs.fully_async")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +24,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_stages_have_spans_and_lags(module: ModuleType, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock: Any = module._Trainer
+    stock: Any = module.StockTrainer
     for name in ("_fit_compute_log_prob", "_fit_compute_advantage", "_fit_update_actor"):
         assert callable(getattr(stock, name)), "verl has this method"
         monkeypatch.setattr(stock, name, lambda self, batch: batch)
@@ -57,7 +51,7 @@ def test_the_runner_starts_the_probed_trainer(module: ModuleType, monkeypatch: p
     started: list[Any] = []
     monkeypatch.setattr(module.stock, "FullyAsyncTrainer", module.stock.FullyAsyncTrainer)
     monkeypatch.setattr(
-        module._Runner, "run", lambda self, config: started.append(module.stock.FullyAsyncTrainer)
+        module.StockRunner, "run", lambda self, config: started.append(module.stock.FullyAsyncTrainer)
     )
     object.__new__(module.ProbedFullyAsyncRunner).run({})
     (cls,) = started

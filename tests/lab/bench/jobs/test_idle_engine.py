@@ -56,19 +56,17 @@ def test_a_response_names_the_versions_that_wrote_it() -> None:
     assert len(found["log_probs"]) == len(found["token_ids"]) > 0
 
 
-def test_a_request_can_be_given_up() -> None:
-    async def run() -> int:
-        one = server()
-        await serve(one, 0)
-        open_ = [asyncio.create_task(ask(one, name)) for name in "abc"]
-        await asyncio.sleep(0.1)
-        await one.give_up("b")
-        await one.give_up("unknown")
-        results = await asyncio.gather(*open_, return_exceptions=True)
-        assert [isinstance(result, asyncio.CancelledError) for result in results] == [False, True, False]
-        return await one.most_open_requests()
-
-    assert run_virtual(run()) == 3
+@pytest.mark.virtual_time
+async def test_a_request_can_be_given_up() -> None:
+    one = server()
+    await serve(one, 0)
+    open_ = [asyncio.create_task(ask(one, name)) for name in "abc"]
+    await asyncio.sleep(0.1)
+    await one.give_up("b")
+    await one.give_up("unknown")
+    results = await asyncio.gather(*open_, return_exceptions=True)
+    assert [isinstance(result, asyncio.CancelledError) for result in results] == [False, True, False]
+    assert await one.most_open_requests() == 3
 
 
 @pytest.mark.real_engine

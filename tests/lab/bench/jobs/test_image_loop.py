@@ -17,11 +17,6 @@ from tests.fakes.image_client import ROW, Client, loop_of
 pytestmark = pytest.mark.real_engine
 
 
-@pytest.fixture(scope="module")
-def module(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.lab.bench.jobs.image_loop")
-
-
 def test_an_image_has_spans_and_the_number_of_its_sample(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Load
 ) -> None:

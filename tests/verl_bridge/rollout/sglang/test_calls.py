@@ -7,7 +7,6 @@ import asyncio
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import (
     SchedulerCall,
@@ -16,35 +15,31 @@ from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import (
     SchedulerReply,
 )
 
-
-def test_replies_reach_their_callers_in_any_order() -> None:
-    async def main() -> list[str]:
-        sent: list[SchedulerCall] = []
-        calls = SchedulerCalls(sent.append)
-        asked = [asyncio.create_task(calls.call("method", name)) for name in "ab"]
-        await asyncio.sleep(0)
-        for call in reversed(sent):
-            calls.take(SchedulerReply(call.number, call.arguments[0].upper()))
-        return [str(await one) for one in asked]
-
-    assert run_virtual(main()) == ["A", "B"]
+pytestmark = pytest.mark.virtual_time
 
 
-def test_a_reply_without_a_caller_is_dropped() -> None:
-    async def main() -> str:
-        sent: list[SchedulerCall] = []
-        calls = SchedulerCalls(sent.append)
-        gone = asyncio.create_task(calls.call("slow"))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.sleep(0)
-        asked = asyncio.create_task(calls.call("next"))
-        await asyncio.sleep(0)
-        for call in sent:
-            calls.take(SchedulerReply(call.number, call.method))
-        return str(await asked)
+async def test_replies_reach_their_callers_in_any_order() -> None:
+    sent: list[SchedulerCall] = []
+    calls = SchedulerCalls(sent.append)
+    asked = [asyncio.create_task(calls.call("method", name)) for name in "ab"]
+    await asyncio.sleep(0)
+    for call in reversed(sent):
+        calls.take(SchedulerReply(call.number, call.arguments[0].upper()))
+    assert [str(await one) for one in asked] == ["A", "B"]
 
-    assert run_virtual(main()) == "next"
+
+async def test_a_reply_without_a_caller_is_dropped() -> None:
+    sent: list[SchedulerCall] = []
+    calls = SchedulerCalls(sent.append)
+    gone = asyncio.create_task(calls.call("slow"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.sleep(0)
+    asked = asyncio.create_task(calls.call("next"))
+    await asyncio.sleep(0)
+    for call in sent:
+        calls.take(SchedulerReply(call.number, call.method))
+    assert str(await asked) == "next"
 
 
 @pytest.mark.parametrize(
@@ -54,12 +49,9 @@ def test_a_reply_without_a_caller_is_dropped() -> None:
         (KeyError("x"), WeightSyncError, "KeyError: 'x'"),
     ],
 )
-def test_an_error_of_the_scheduler_is_raised_here(error: Exception, kind: type, message: str) -> None:
-    async def main() -> None:
+async def test_an_error_of_the_scheduler_is_raised_here(error: Exception, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
         calls = SchedulerCalls(
             lambda call: calls.take(SchedulerReply(call.number, None, SchedulerFailure.of(error)))
         )
         await calls.call("load")
-
-    with pytest.raises(kind, match=message):
-        run_virtual(main())

@@ -56,7 +56,7 @@ def test_each_stub_is_needed(name: str) -> None:
 PINNED = """
 import importlib, inspect, torch
 from recipe.async_pipeline.verl_bridge.replaced import REPLACED
-pinning = [row.module for row in REPLACED["SGLang's scheduler on a CPU"]]
+pinning = [row.module for row in REPLACED["SGLang's scheduler on a CPU"] if row.name == "torch"]
 for name in pinning:
     source = inspect.getsource(importlib.import_module(name))
     assert "pin_memory=" in source or ".pin_memory()" in source, f"{name} pins nothing: take it out"

@@ -38,23 +38,21 @@ def test_the_token_after_an_abort_is_written_again() -> None:
     assert [sent.max_tokens for sent in manager.sent] == [3, 1]
 
 
-def test_a_request_that_is_given_up_is_aborted() -> None:
+@pytest.mark.virtual_time
+async def test_a_request_that_is_given_up_is_aborted() -> None:
     manager = TokenizerManager()
 
-    async def main() -> int:
-        versioned = manager.serve_versions()
-        await versioned.load(0, manager.loading(0, 0.0), "keep")
-        clock = asyncio.create_task(manager.run())
-        asked = asyncio.create_task(manager.ask("r", 50))
-        await asyncio.sleep(2.5)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await asyncio.sleep(1.0)
-        clock.cancel()
-        return len(manager.live)
-
-    assert run_virtual(main()) == 0
+    versioned = manager.serve_versions()
+    await versioned.load(0, manager.loading(0, 0.0), "keep")
+    clock = asyncio.create_task(manager.run())
+    asked = asyncio.create_task(manager.ask("r", 50))
+    await asyncio.sleep(2.5)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await asyncio.sleep(1.0)
+    clock.cancel()
+    assert len(manager.live) == 0
 
 
 @pytest.mark.parametrize(("own", "used"), [({}, True), ({"ignore_eos": False}, False)])

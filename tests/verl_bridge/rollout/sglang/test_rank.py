@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
+from recipe.async_pipeline.verl_bridge.rollout.sglang import rank as module
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import SchedulerFailure
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank, _Outcome
 from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, encode, over_nodes
+from recipe.async_pipeline.weight_sync.staging import StagingBoard
 from recipe.async_pipeline.weight_sync.versioned_engine import Salts
 
 
@@ -45,9 +48,19 @@ def scheduler(**more: Any) -> Any:
     return SimpleNamespace(**{**described, **more})
 
 
-def rank(engine: Any, others: list[Any] | None = None) -> EngineRank:
+def rank(engine: Any) -> EngineRank:
     adapter: Any = SimpleNamespace()
-    return EngineRank(engine, adapter, torch.device("cpu"), lambda mine: [mine, *(others or [])])
+    return EngineRank(engine, adapter, torch.device("cpu"), lambda mine: [mine])
+
+
+EMPTY = encode(Manifest(version=1, tensors=(), buckets=(), samples=()))
+
+
+def loaded(engine: Any, salts: Salts | None = None) -> dict[str, int]:
+    """Load a version without tensors; returns the tokens of each live request."""
+    adapter: Any = SimpleNamespace()
+    mine = EngineRank(engine, adapter, torch.device("cpu"), lambda mine: [_Outcome({})])
+    return mine.load(EMPTY, 64, salts)[1]
 
 
 def test_each_live_request_is_counted_once_wherever_it_is() -> None:
@@ -59,8 +72,7 @@ def test_each_live_request_is_counted_once_wherever_it_is() -> None:
         waiting_queue=[request("d"), request("retracted", 7)],
         grammar_manager=SimpleNamespace(grammar_queue=[request("e")]),
     )
-    found = dict(rank(engine)._progress())
-    assert found == {"a": 3, "b": 1, "c": 0, "d": 0, "retracted": 7, "e": 0}
+    assert loaded(engine) == {"a": 3, "b": 1, "c": 0, "d": 0, "retracted": 7, "e": 0}
 
 
 def test_a_token_that_is_sampled_but_not_processed_is_counted() -> None:
@@ -72,7 +84,7 @@ def test_a_token_that_is_sampled_but_not_processed_is_counted() -> None:
         chunked_req=chunk,
         result_queue=[(batch(decoding), None), (batch(last_chunk, chunk, extend=True), None)],
     )
-    assert dict(rank(engine)._progress()) == {"a": 4, "b": 1, "c": 0}
+    assert loaded(engine) == {"a": 4, "b": 1, "c": 0}
 
 
 def test_what_was_written() -> None:
@@ -86,18 +98,17 @@ def test_requests_without_a_step_use_the_prefixes_of_the_new_version() -> None:
     adapted, running = request("d", extra_key="v1x", lora_id="x"), request("e")
     of_session, of_adapted_session = request("f", extra_key="v0"), request("g", extra_key="v0x", lora_id="x")
     queue = [waiting, retracted, shared, adapted, of_session, of_adapted_session]
-    rank(scheduler(running_batch=batch(running), waiting_queue=queue))._keep_prefixes_apart(Salts("v1", "v2"))
+    loaded(scheduler(running_batch=batch(running), waiting_queue=queue), Salts("v1", "v2"))
     keys = [one.extra_key for one in (*queue, running)]
     assert keys == ["v2", "v1", None, "v2x", "v0", "v0x", "v1"]
 
 
 def test_a_failure_of_another_rank_is_raised_on_all() -> None:
     failed = _Outcome(failure=SchedulerFailure.of(ProofError("v1: other values")))
-    manifest = Manifest(version=1, tensors=(), buckets=(), samples=())
-    mine = rank(scheduler(), others=[failed])
-    mine._load = lambda *arguments: _Outcome({})  # type: ignore[method-assign]
+    adapter: Any = SimpleNamespace()
+    mine = EngineRank(scheduler(), adapter, torch.device("cpu"), lambda mine: [_Outcome({}), failed])
     with pytest.raises(ProofError, match="^v1: other values$"):
-        mine.load(encode(manifest), 64, None)
+        mine.load(EMPTY, 64, None)
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -121,12 +132,19 @@ def test_a_rank_maps_the_segments_on_its_node(node: int) -> None:
 
 def test_any_error_of_a_load_is_an_outcome() -> None:
     """Otherwise the other ranks would wait for this one."""
-    outcome = rank(scheduler())._load(b"no manifest", 64)
-    assert outcome.failure is not None
-    assert isinstance(outcome.failure.raised(), WeightSyncError)
+    gathered: list[Any] = []
+
+    def gather(mine: Any) -> list[Any]:
+        gathered.append(mine)
+        return [mine, _Outcome({})]
+
+    adapter: Any = SimpleNamespace()
+    with pytest.raises(WeightSyncError):
+        EngineRank(scheduler(), adapter, torch.device("cpu"), gather).load(b"no manifest", 64, None)
+    assert len(gathered) == 1
 
 
-def test_a_rank_that_cannot_stage_reaches_the_others() -> None:
+def test_a_rank_that_cannot_stage_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the other ranks would wait for this one."""
     gathered: list[Any] = []
 
@@ -138,26 +156,22 @@ def test_a_rank_that_cannot_stage_reaches_the_others() -> None:
         return [mine, "board"]
 
     adapter: Any = SimpleNamespace(prepare=fail)
-    staging = EngineRank(scheduler(), adapter, torch.device("cpu"), gather)
-    manifest = Manifest(version=1, tensors=(), buckets=(), samples=())
-    try:
+    with ExitStack() as boards:
+        monkeypatch.setattr(module, "StagingBoard", lambda: boards.enter_context(closing(StagingBoard())))
         with pytest.raises(WeightSyncError, match="no standby copy"):
-            staging.stage(encode(manifest))
-    finally:
-        if staging._board is not None:
-            staging._board.close()
+            EngineRank(scheduler(), adapter, torch.device("cpu"), gather).stage(EMPTY)
     assert len(gathered) == 1
 
 
 def test_a_rank_that_another_one_keeps_from_staging_raises_too() -> None:
     failed = SchedulerFailure.of(ProofError("v1: other values"))
-    staging = rank(scheduler(), others=[failed])
-    staging._stage = lambda manifest: "board"  # type: ignore[method-assign]
+    adapter: Any = SimpleNamespace()
+    staging = EngineRank(scheduler(), adapter, torch.device("cpu"), lambda mine: ["board", failed])
     with pytest.raises(ProofError, match="^v1: other values$"):
-        staging.stage(b"")
+        staging.stage(b"no manifest")
 
 
 def test_a_frozen_scheduler_takes_no_step() -> None:
     engine = scheduler(_engine_paused=False)
     rank(engine).freeze(True)
-    assert engine._engine_paused
+    assert vars(engine)["_engine_paused"], "SGLang's own flag"

@@ -40,11 +40,6 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 QKV, DOWN = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def fp8(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.rollout.vllm.block_fp8")
-
-
 @pytest.fixture(autouse=True)
 def without_triton(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's kernel of Triton needs an accelerator; its other implementation is used on CPU tensors."""
@@ -245,8 +240,8 @@ def test_ranks_with_each_others_shards_are_an_error(made: Setup) -> None:
         prove_first(ranks, made.publish()[1])
 
 
-def test_an_engine_without_quantization_is_left_alone(fp8: ModuleType) -> None:
-    assert fp8.BlockFp8.of(SimpleNamespace(vllm_config=SimpleNamespace(quant_config=None)), None) is None
+def test_an_engine_without_quantization_is_left_alone(module: ModuleType) -> None:
+    assert module.BlockFp8.of(SimpleNamespace(vllm_config=SimpleNamespace(quant_config=None)), None) is None
 
 
 WHOLE = (512, 300)
@@ -261,20 +256,20 @@ WHOLE = (512, 300)
         (View.whole(WHOLE).narrow(0, 384, 128), View(9, (1, 3), (3, 1))),
     ],
 )
-def test_scales_of_a_shard(fp8: ModuleType, view: View, wanted: View) -> None:
-    assert fp8.blocks_of("w", view, WHOLE, (128, 128)) == wanted
+def test_scales_of_a_shard(module: ModuleType, view: View, wanted: View) -> None:
+    assert module.blocks_of("w", view, WHOLE, (128, 128)) == wanted
 
 
-def test_scales_of_an_expert(fp8: ModuleType) -> None:
+def test_scales_of_an_expert(module: ModuleType) -> None:
     """The second of three experts, whose matrices of gate and up are on top of each other."""
     up = View.whole((3, 512, 256)).select(0, 1).narrow(0, 256, 256)
-    assert fp8.blocks_of("w13", up, (3, 512, 256), (128, 128)) == View(8 + 4, (2, 2), (2, 1))
+    assert module.blocks_of("w13", up, (3, 512, 256), (128, 128)) == View(8 + 4, (2, 2), (2, 1))
 
 
 @pytest.mark.parametrize(
     "view",
     [View.whole(WHOLE).narrow(0, 64, 128), View.whole(WHOLE).narrow(1, 0, 64), View(0, (300, 512), (1, 300))],
 )
-def test_a_shard_that_cuts_blocks_is_refused(fp8: ModuleType, view: View) -> None:
+def test_a_shard_that_cuts_blocks_is_refused(module: ModuleType, view: View) -> None:
     with pytest.raises(ProofError, match="w is divided at row .* which cuts blocks of 128 x 128"):
-        fp8.blocks_of("w", view, WHOLE, (128, 128))
+        module.blocks_of("w", view, WHOLE, (128, 128))

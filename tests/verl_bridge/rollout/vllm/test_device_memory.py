@@ -59,9 +59,8 @@ def test_weights_are_loaded_staged_and_proved(
     model = checkpoints.make(name, tmp_path)
     ranks = [ranks_of.ModelRank(tmp_path, rank, SIZE) for rank in range(SIZE)]
     for rank in ranks:
-        rank._device = torch.device("cuda", 0)
         rank.model.to(torch.bfloat16)
-        device.adopt(rank.tensors().values())
+        rank.move(torch.device("cuda", 0), device.adopt)
     check_loads(ranks, (trainer.publish(checkpoints.train(model, number)) for number in range(3)))
     check_stages(ranks, *(trainer.publish(checkpoints.train(model, number)) for number in (3, 4)))
     assert all(tensor.is_cuda for rank in ranks for tensor in rank.tensors().values())

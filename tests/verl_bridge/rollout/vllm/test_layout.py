@@ -129,7 +129,7 @@ def test_every_tensor_is_where_the_tables_say(models: Models, name: str, size: i
         manifest = models.publish(weights)
         assert prove_first(ranks, manifest) == [len(weights)] * size
     for rank in ranks:
-        assert rank._recorded is not None, rank._elements.note
+        assert rank.prepare(manifest), "its load was recorded"
         assert check_map(manifest, rank.commit(manifest, 1 << 20)).coverage.tensors == len(weights)
 
 
@@ -150,7 +150,7 @@ def test_each_rank_has_its_experts(models: Models, size: int) -> None:
         weights = models.published("qwen3-moe")
         manifest = models.publish(weights)
         assert prove_first(ranks, manifest) == [len(weights) - experts + experts // size] * size
-    assert all(rank._recorded is not None for rank in ranks)
+    assert all(rank.prepare(manifest) for rank in ranks), "their loads were recorded"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

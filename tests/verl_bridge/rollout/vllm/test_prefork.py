@@ -10,10 +10,12 @@ import json
 import os
 from multiprocessing import forkserver, util
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.verl_bridge import replaced
 from recipe.async_pipeline.verl_bridge.rollout.vllm import prefork
 from recipe.async_pipeline.verl_bridge.rollout.vllm.prefork import EARLY, HOME, _Context, begin, started_early
 
@@ -29,15 +31,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         lambda: calls.append((EARLY in os.environ, util.abstract_sockets_supported)),
     )
     monkeypatch.setattr(util, "abstract_sockets_supported", True)
-    monkeypatch.setattr(prefork, "_begun", type(prefork._begun)())
+    monkeypatch.setattr(prefork, "_begun", Event())
     return calls
 
 
-def test_only_a_server_process_starts_the_fork_server(started: list[Any]) -> None:
+def test_only_a_server_process_starts_the_fork_server(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    applied: list[str] = []
+    monkeypatch.setattr(replaced, "apply", applied.append)
     begin({})
-    assert not started
-    assert not prefork._begun.is_set()
     prefork.use()
+    assert not started and not applied
+    begin({EARLY: "1"})
+    prefork.use()
+    assert started and applied == ["vLLM's server"]
 
 
 def test_the_fork_server_does_not_inherit_the_switch(
@@ -46,7 +54,6 @@ def test_the_fork_server_does_not_inherit_the_switch(
     monkeypatch.setenv(EARLY, "1")
     begin()
     assert started == [[HOME], (False, False)], "without the switch; with a socket in a private folder"
-    assert prefork._begun.is_set()
 
 
 @pytest.mark.slow

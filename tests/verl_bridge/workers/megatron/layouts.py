@@ -193,6 +193,9 @@ def wait_for(pids: list[int], limit_s: float) -> Iterator[int]:
 
 
 def rank_main(folder: Path, name: str, layout: Layout, rank: int, work: Work) -> None:
+    # torch builds another thread pool at the first call after a fork. Two threads that come first together
+    # meet "Invalid thread pool", so let it happen here, while there is one.
+    torch.set_num_threads(torch.get_num_threads())
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.ranks), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / name}.meet", rank=rank, world_size=layout.ranks

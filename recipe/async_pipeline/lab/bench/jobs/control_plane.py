@@ -13,7 +13,8 @@ import gc
 import json
 import os
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import psutil
 import ray
@@ -66,7 +67,12 @@ class IdleReplica(BoundedReplica, RolloutReplica):  # type: ignore[misc]
         server = (
             ray.remote(concurrency_groups=dict(GROUPS))(IdleServer)
             .options(max_concurrency=self.max_concurrency, num_cpus=0)
-            .remote(self.replica_rank, described["seed"], LognormalWait(**described["answer_s"]))
+            .remote(
+                self.replica_rank,
+                described["seed"],
+                LognormalWait(**described["answer_s"]),
+                described.get("tokens"),
+            )
         )
         self.servers, self._server_handle = [server], server
         self._server_address = f"idle:{self.replica_rank}"
@@ -101,6 +107,11 @@ class _NoWorkers:
         return [
             WeightTicket(version=version, board="", pid=os.getpid(), num_bytes=0, gather_s=0.0, host=host)
         ]
+
+    def save_checkpoint(self, folder: str, *_: object, **__: object) -> None:
+        """Write an empty file in place of a model."""
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "model_world_size_1_rank_0.pt").touch()
 
     def close_arenas(self) -> None:
         """Do nothing: there are none."""
@@ -203,8 +214,10 @@ def _nothing(actor: Any) -> None:
 class IdleTaskRunner(_StockRunner):  # type: ignore[misc]
     """verl's task runner with a trainer and replicas that cost nothing."""
 
+    trainer_class: ClassVar[type[IdleTrainer]] = IdleTrainer
+
     def run(self, config: Any) -> None:
         """Run verl's task with them."""
         PipelineServerManager.rollout_replica_class = IdleReplica
-        verl_v1.get_trainer_cls = lambda mode: IdleTrainer
+        verl_v1.get_trainer_cls = lambda mode: self.trainer_class
         super().run(config)

@@ -11,12 +11,12 @@ from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncT
 
 from ..spans import of_this_job
 
-_Trainer: Any = FullyAsyncTrainer.__ray_metadata__.modified_class
-_Runner: Any = stock.FullyAsyncTaskRunner.__ray_metadata__.modified_class
+StockTrainer: Any = FullyAsyncTrainer.__ray_metadata__.modified_class
+StockRunner: Any = stock.FullyAsyncTaskRunner.__ray_metadata__.modified_class
 """The plain classes of verl's actor classes, which Ray forbids to inherit from."""
 
 
-class ProbedFullyAsyncTrainer(_Trainer):  # type: ignore[misc]
+class ProbedFullyAsyncTrainer(StockTrainer):  # type: ignore[misc]
     """Writes a span for each of its stages."""
 
     def _fit_compute_log_prob(self, batch: Any) -> Any:
@@ -40,7 +40,7 @@ class ProbedFullyAsyncTrainer(_Trainer):  # type: ignore[misc]
             return await super()._fit_update_weights()
 
 
-class ProbedFullyAsyncRunner(_Runner):  # type: ignore[misc]
+class ProbedFullyAsyncRunner(StockRunner):  # type: ignore[misc]
     """verl's task runner with the probed trainer."""
 
     def run(self, config: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from array import array
 from typing import TYPE_CHECKING, Any
 
 from ....core.items import LoadReport
@@ -32,8 +33,9 @@ LOG_PROB = -1.0
 class IdleServer(ControlCalls):
     """The actor."""
 
-    def __init__(self, rank: int, seed: int, answer_s: LognormalWait) -> None:
-        self._rank, self._answer_s = rank, answer_s
+    def __init__(self, rank: int, seed: int, answer_s: LognormalWait, tokens: int | None = None) -> None:
+        """`tokens`: the length of every response, whose tokens are written when it begins; None draws it."""
+        self._rank, self._answer_s, self._tokens = rank, answer_s, tokens
         self._seed, self._drawn = f"{seed}:{rank}", 0
         self._random = random.Random(self._seed)
         self._version: int | None = None
@@ -63,7 +65,8 @@ class IdleServer(ControlCalls):
             self._open.end(time.perf_counter())
             del self._answering[request_id]
 
-        tokens = self._random.choices(range(VOCABULARY), k=self._random.randint(*TOKENS))
+        length = self._tokens or self._random.randint(*TOKENS)
+        tokens = self._random.choices(range(VOCABULARY), k=length)
         spans = [[first, 0]]
         if self._version != first:
             spans.append([self._version, len(tokens) // 2])
@@ -115,8 +118,21 @@ class IdleServer(ControlCalls):
 
     @control(CONTROL)
     async def written(self, request_ids: list[str]) -> dict[str, Any]:
-        """Return nothing: a response has no tokens before it is finished."""
-        return {}
+        """Return the tokens of open requests, whose number is configured; nothing if it is drawn."""
+        if self._tokens is None:
+            return {}
+        tokens = self._random.choices(range(VOCABULARY), k=self._tokens)
+        log_probs = [float(-token) for token in tokens]
+        return {
+            name: (array("q", tokens), array("d", log_probs), [[self._version, 0]])
+            for name in request_ids
+            if name in self._answering
+        }
+
+    @control(CONTROL)
+    async def open_requests(self) -> int:
+        """Return the number of open requests."""
+        return len(self._answering)
 
     async def most_open_requests(self) -> int:
         """Return the most requests that were open at the same time."""

@@ -80,6 +80,9 @@ class DiffusersEngine:
     def name(self, request: SampleRequest) -> str:
         return request.name
 
+    def has_form(self, request: SampleRequest) -> bool:
+        return False
+
     def prompt_tokens(self, request: SampleRequest) -> int:
         return 0  # nothing is read again
 

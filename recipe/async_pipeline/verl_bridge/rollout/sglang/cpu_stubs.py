@@ -195,6 +195,13 @@ def without_pinning() -> None:
     torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
 
 
+def apply_mask(grammar: Any, logits: Any, vocab_mask: Any) -> None:
+    """Exclude the tokens that a grammar does not permit, as XGrammar does on a CPU."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask)
+
+
 class _AtFirstImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "sglang" and self in sys.meta_path:

@@ -14,6 +14,7 @@ from uuid import uuid4
 from ....core.items import LoadReport
 from ....weight_sync.answer import Part
 from ....weight_sync.versioned_engine import (
+    FORM,
     AttemptOptions,
     AttemptTokens,
     Loaded,
@@ -24,6 +25,8 @@ from ....weight_sync.versioned_engine import (
 from .calls import SchedulerCalls, SchedulerReply
 from .generations import message, sender
 
+FORMS = {"json": "json_schema", "structural_tag": "structural_tag"}
+"""SGLang's parameters of the kinds of `FORM`."""
 POLL_S = 0.02
 """Interval for aborting the requests that were sent meanwhile."""
 
@@ -100,6 +103,9 @@ class SGLangEngine:
 
     def prompt_tokens(self, request: Any) -> int:
         return len(request.input_ids)
+
+    def has_form(self, request: Any) -> bool:
+        return bool(request.sampling_params.get(FORM))
 
     async def attempt(self, request: Any, how: AttemptOptions) -> AsyncGenerator[dict[str, Any], None]:
         if not _is_single(request):
@@ -222,5 +228,7 @@ def _asked(request: Any, how: AttemptOptions, defaults: Mapping[str, Any]) -> An
         params["min_new_tokens"] = max(0, params.get("min_new_tokens", 0) - said)
         if params.get("sampling_seed") is not None:
             params["sampling_seed"] = derived_seed(params["sampling_seed"], said)
+    for name, value in (params.pop(FORM, None) or {}).items():
+        params[FORMS[name]] = value
     asked.sampling_params = params
     return asked

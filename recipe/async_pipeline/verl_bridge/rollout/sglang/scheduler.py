@@ -50,6 +50,18 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
             # SGLang leaves room for five tokens after a prompt. A response that a load has stopped is sent
             # again with all its tokens, so one must do.
             self.max_req_input_len = self.max_req_len - 1
+            if self.server_args.skip_tokenizer_init:
+                # verl's default. Grammars, for answers that must have a form, need a tokenizer here.
+                self.grammar_manager.grammar_backend = self._grammars()
+
+        def _grammars(self) -> Any:
+            from sglang.srt.constrained.base_grammar_backend import create_grammar_backend
+            from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+            given, model = self.server_args, self.model_config
+            path = given.tokenizer_path or given.model_path
+            tokenizer = get_tokenizer(path, trust_remote_code=given.trust_remote_code)
+            return create_grammar_backend(given, tokenizer, model.vocab_size, model.hf_eos_token_id)
 
         def init_request_dispatcher(self) -> None:
             super().init_request_dispatcher()

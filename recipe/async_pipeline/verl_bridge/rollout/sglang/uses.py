@@ -35,9 +35,11 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sglang.srt.managers.scheduler:Scheduler": (
             "tp_cpu_group",
             "tp_worker",
+            "server_args",
             "init_request_dispatcher",
             "_request_dispatcher",
         ),
+        "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'": ("node_rank",),
         "sglang.srt.managers.tp_worker:TpModelWorker": ("model_runner",),
         "sglang.srt.model_executor.model_runner:ModelRunner": ("device", "model"),
         "sglang.srt.managers.tokenizer_manager:TokenizerManager": (
@@ -96,6 +98,20 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "'completion_tokens'",
         ),
         "sglang.srt.managers.scheduler:Scheduler": ("max_req_len", "max_req_input_len"),
+    },
+    "answers with a form": {
+        "sglang.srt.managers.scheduler:Scheduler": ("grammar_manager", "model_config", "server_args"),
+        "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'": (
+            "skip_tokenizer_init",
+            "tokenizer_path",
+            "model_path",
+            "trust_remote_code",
+        ),
+        "sglang.srt.configs.model_config:ModelConfig": ("vocab_size", "hf_eos_token_id"),
+        "sglang.srt.constrained.grammar_manager:GrammarManager": ("grammar_backend",),
+        "sglang.srt.constrained.base_grammar_backend": ("create_grammar_backend",),
+        "sglang.srt.utils.hf_transformers_utils": ("get_tokenizer",),
+        "sglang.srt.sampling.sampling_params:SamplingParams": ("json_schema", "structural_tag"),
     },
     "pause": {
         "sglang.srt.managers.scheduler:Scheduler": ("_engine_paused",),
@@ -203,7 +219,11 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "start of a server by verl 0.9.1": {
         "sglang.srt.server_args:ServerArgs": ("model_path",),
     },
+    "replicas on several nodes": {
+        "sglang.srt.utils.network": ("'SGLANG_HOST_IP'",),
+    },
     "start of an engine on a CPU": {
+        "sglang.srt.utils.common": ("'SGLANG_USE_CPU_ENGINE'", "'SGLANG_CPU_OMP_THREADS_BIND'"),
         "sglang.srt.layers.logits_processor": ("torch",),
         "sglang.srt.lora.layers": ("torch",),
         "sglang.srt.lora.backend.torch_backend": ("torch",),

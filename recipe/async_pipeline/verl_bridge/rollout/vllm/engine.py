@@ -82,6 +82,9 @@ class VllmEngine:
     def prompt_tokens(self, request: VllmRequest) -> int:
         return len(request.prompt["prompt_token_ids"])
 
+    def has_form(self, request: VllmRequest) -> bool:
+        return request.params.structured_outputs is not None
+
     async def attempt(self, request: VllmRequest, how: AttemptOptions) -> AsyncGenerator[Any, None]:
         self._sent[request.request_id] = how.sent
         try:

@@ -22,9 +22,13 @@ process costs both cores and time.
 """
 
 
+CORE_NAMES = ("EngineCore", "EngineCore_DP")
+"""How the name of an engine core's process begins, without and with data parallelism."""
+
+
 def register() -> None:
     """Add the load to the engine core. vLLM calls this before it builds an executor; no effect elsewhere."""
-    if not multiprocessing.current_process().name.startswith("EngineCore"):
+    if not multiprocessing.current_process().name.startswith(CORE_NAMES):
         return
     replaced.apply("vLLM's engine core")
 

@@ -7,12 +7,14 @@ import os
 from importlib.metadata import version
 from typing import Any
 
+from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.sampling_params import StructuredOutputsParams
 
 from ....console import echo
 from ....core.items import LoadReport
 from ....observe.table import MARK
-from ....weight_sync.versioned_engine import Loaded, Salts
+from ....weight_sync.versioned_engine import FORM, Loaded, Salts
 from ...cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import prefork
@@ -75,6 +77,13 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
         if self.replica_rank == 0:
             (first, *_) = await self.engine.collective_rpc("engine_facts")
             echo(f"{MARK} {engine_line(version('vllm'), first)}")
+
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        """See `VersionedServer.generate`. The form of a response becomes an object of vLLM."""
+        params = kwargs["sampling_params"]
+        if FORM in params:
+            kwargs["sampling_params"] = {**params, FORM: StructuredOutputsParams(**params[FORM])}
+        return await super().generate(*args, **kwargs)
 
     async def _load_into_engine(
         self, manifest: bytes, piece_bytes: int, timeout_s: float, salts: Salts | None

@@ -33,7 +33,11 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.engine.core:EngineCore": ("collective_rpc", "scheduler"),
         "vllm.v1.engine.core_client:AsyncMPClient": ("call_utility_async",),
         "vllm.v1.engine.async_llm:AsyncLLM": ("engine_core", "collective_rpc"),
-        "vllm.v1.worker.worker_base:WorkerBase": ("device", "model_runner"),
+        "vllm.v1.worker.worker_base:WorkerBase": ("device", "model_runner", "parallel_config"),
+        "vllm.config.parallel:ParallelConfig": ("node_rank",),
+        # By them vLLM finds the plug-in, and the plug-in the process.
+        "vllm.plugins": ("'vllm.general_plugins'",),
+        "vllm.v1.engine.utils": ("'EngineCore'", "'EngineCore_DP'"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("model",),
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("model",),
         "vllm.model_executor.models.llama:LlamaForCausalLM": ("load_weights",),
@@ -72,7 +76,9 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "stop",
             "detokenize",
             "output_kind",
+            "structured_outputs",
         ),
+        "vllm.sampling_params:StructuredOutputsParams": ("json",),
         "vllm.sampling_params:RequestOutputKind": ("FINAL_ONLY",),
     },
     "pause": {
@@ -159,7 +165,11 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "packed_modules_mapping",
             "lora_config",
         ),
-        "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": ("lora_a_stacked", "lora_b_stacked"),
+        "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": (
+            "base_layer",
+            "lora_a_stacked",
+            "lora_b_stacked",
+        ),
         "vllm.lora.peft_helper:PEFTHelper": ("vllm_lora_scaling_factor",),
         # 0.24 has neither, and verl knows that.
         "vllm.model_executor.models.utils:WeightsMapper": (
@@ -182,6 +192,9 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.config.vllm:VllmConfig": ("parallel_config",),
         "vllm.config.parallel:ParallelConfig": ("distributed_executor_backend",),
         "vllm.config.model:ModelConfig": ("enforce_eager",),
+    },
+    "replicas on several nodes": {
+        "vllm.envs": ("'VLLM_HOST_IP'",),
     },
     "platform": {
         "vllm.platforms.interface:Platform": ("is_cpu",),

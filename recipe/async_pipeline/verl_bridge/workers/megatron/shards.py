@@ -13,6 +13,7 @@ rearranges, that is a strided view of the parameter; this is checked element by 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,9 +88,12 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
 
 
 def assembled(engine: Any) -> Assembled:
-    """Return all tensors as Megatron-Bridge assembles them. A collective."""
-    weights, _ = engine.get_per_tensor_param()
-    return Assembled(iter(weights), None)
+    """Return all tensors, or the ones of an adapter that is not merged, as Megatron-Bridge assembles them.
+    A collective.
+    """
+    # verl would return the base of an adapter, because it assumes that engines do not have it yet.
+    weights, adapter = engine.get_per_tensor_param(base_sync_done=True)
+    return Assembled(iter(weights), None if adapter is None else json.dumps(adapter))
 
 
 def make_plan(engine: Any) -> PublishPlan | None:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to a session, their answers, and what a session needs of the policy. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from ..errors import RequestRefused
+from .chains import AnswerPlace, Completion
+from .conversation import Message, Said
+
+ANY_TOOL = ""
+"""As `Form.call`: the policy chooses the tool."""
+
+
+class Form(NamedTuple):
+    """What the answer to a request must look like; the engine writes no other tokens."""
+
+    schema: Mapping[str, Any] | None = None
+    """A JSON Schema of the answer, which may also be calls of tools if the request has any."""
+    call: str | None = None
+    """The name of the tool that the answer must call, or ANY_TOOL."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools of the request."""
+
+
+class CannotAppend(ValueError):  # noqa: N818 - a condition of a model's template, not a failure
+    """The chat template cannot append these messages to a conversation that was begun."""
+
+
+class SessionEngine(Protocol):
+    """What answers the requests of a session: a tokenizer and the engines."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Return how many tokens the model has; engines fail at other ids."""
+
+    async def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a whole request. Raises RequestRefused if the chat template refuses it."""
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without a chat template."""
+
+    async def append(
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> tuple[list[int], int]:
+        """Return `token_ids`, the tokens of `previous`, with new messages, and how many of them were kept.
+
+        The last message of `previous` may lack its end: a limit of the agent has ended it.
+        Raises CannotAppend, and as `begin`.
+        """
+
+    async def generate(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        stop: Sequence[str],
+        form: Form | None = None,
+    ) -> Completion:
+        """Have an engine answer. The run's sampling parameters apply. Errors end the run.
+
+        Raises RequestRefused if the engine cannot keep to the form.
+        """
+
+    async def read(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], stop: Sequence[str]
+    ) -> Said:
+        """Return an answer as text and tool calls."""
+
+
+class Ask(NamedTuple):
+    """A request for a turn, in any dialect."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    """As OpenAI's chat API has them."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    overridden: tuple[str, ...] = ()
+    """Parameters without effect that the agent named, such as the ones of sampling, which are the run's."""
+    model: str = ""
+    """The name that the agent uses for the policy."""
+    main: bool | None = None
+    """Whether the agent says that it belongs to the main conversation; None: it does not say."""
+    prompt: str | list[int] | None = None
+    """A text, or tokens, to continue without a chat template, in place of messages."""
+    form: Form | None = None
+    """None: the policy may write any text."""
+
+
+class Reply(NamedTuple):
+    """The answer to a request."""
+
+    id: str
+    said: Said
+    finish: Literal["stop", "length", "tool_calls"]
+    prompt_tokens: int
+    tokens: int
+
+
+class TokenReply(NamedTuple):
+    """The answer to a request that sent tokens."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    versions: list[int]
+    """Of each token."""
+    finish: Literal["stop", "length"]
+    id: str
+    """Not for the client."""
+
+
+class Deliveries:
+    """Which answers a client has received: one that is tried again may wait for an answer several times."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, AnswerPlace] = {}
+        """Of each answer, by its id."""
+        self._received: set[str] = set()
+        self._lost: set[str] = set()
+
+    def note(self, reply: Reply | TokenReply, *, received: bool) -> None:
+        """Note whether a client that waited for an answer has received it."""
+        (self._received if received else self._lost).add(reply.id)
+
+    def lost(self) -> list[AnswerPlace]:
+        """Return the answers that no client has received."""
+        return [self.places[name] for name in self._lost - self._received]
+
+
+def reply_of(name: str, said: Said, answer: Completion, prompt_tokens: int) -> Reply:
+    """Return the answer to a request of so many tokens."""
+    cut = not answer.whole and said.stop is None
+    finish: Literal["stop", "length", "tool_calls"] = "length" if cut else "stop"
+    return Reply(name, said, "tool_calls" if said.calls else finish, prompt_tokens, len(answer.token_ids))
+
+
+def without_prefill(ask: Ask) -> tuple[list[Message], str]:
+    """Return messages without a last one of the assistant, and its text, which the policy continues.
+
+    Raises RequestRefused if nothing precedes it, if it has tool calls, or if the answer must have a form.
+    """
+    messages = ask.messages
+    *before, last = messages
+    if last["role"] != "assistant":
+        return messages, ""
+    if not before:
+        raise RequestRefused("a message must precede the text of the assistant that is to be continued")
+    if ask.form is not None:
+        raise RequestRefused("a last message of the assistant cannot be continued in a required form")
+    if last.get("tool_calls"):
+        raise RequestRefused("the last message has tool calls; append their results")
+    return before, last["content"]

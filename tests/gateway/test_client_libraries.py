@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client libraries at their defaults, in their own environment, play one episode each; docs/agents.md has the
+table that this test checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from recipe.async_pipeline.gateway.sessions import SessionLimits
+from tests import REPOSITORY
+from tests.fakes.agent_policy import FakePolicy
+from tests.fakes.served_gateway import served
+
+pytestmark = pytest.mark.nightly
+PROGRAM = REPOSITORY / "tests" / "fakes" / "client_libraries.py"
+LIMITS = SessionLimits(prompt_tokens=100_000, response_tokens=200_000)
+OFF = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "PYDANTIC_DISABLE_PLUGINS": "__all__",
+}
+"""What the libraries send elsewhere, and nothing else of their defaults."""
+CALL, ANSWER = '[add {"x": 2, "y": 3}]', "5"
+TYPED = '{"value": 5}'
+TOOLS = (CALL, ANSWER)
+
+
+class Case(NamedTuple):
+    """An agent, and what the policy says to it."""
+
+    name: str
+    answers: Sequence[str]
+    refused: str = ""
+    """What the gateway says to the last request of an agent that fails, and nothing if it works."""
+
+
+CASES = (
+    Case("openai_chat", TOOLS),
+    Case("openai_chat_typed", (TYPED,)),
+    Case("openai_responses", TOOLS),
+    Case("anthropic_messages", TOOLS),
+    Case("litellm", TOOLS),
+    Case("langchain", TOOLS),
+    Case("langchain_typed", (CALL, f"[Sum {TYPED}]")),
+    Case("langchain_structured", (TYPED,)),
+    Case(
+        "langgraph_typed", TOOLS, refused="a last message of the assistant cannot be continued in a required"
+    ),
+    Case("pydantic_ai", TOOLS),
+    Case("pydantic_ai_typed", (CALL, f"[final_result {TYPED}]")),
+    Case("pydantic_ai_native", (CALL, TYPED)),
+    Case("openai_agents", TOOLS),
+    Case("openai_agents_typed", (CALL, TYPED)),
+    Case("openai_agents_chat_typed", (CALL, TYPED)),
+    Case("smolagents_tools", (CALL, '[final_answer {"answer": "5"}]')),
+    Case(
+        "smolagents_code", ("I add.\n<code>\nprint(add(2, 3))\n</code>", "<code>\nfinal_answer(5)\n</code>")
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """Return the interpreter of the clients' environment, which is made on first use."""
+    requirements = PROGRAM.with_suffix(".txt")
+    script = REPOSITORY / "run_scripts" / "agent_venv.sh"
+    done = subprocess.run(["bash", str(script), str(requirements)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def rows_of_the_table() -> dict[str, list[str]]:
+    """Return the cells of the table in docs/agents.md by the name of the case."""
+    text = (REPOSITORY / "docs" / "agents.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| `(\w+)` \| (.*) \|$", text.partition("### Client libraries")[2], re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in lines}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_a_library_at_its_defaults_plays_an_episode(case: Case, python: str, tmp_path: Path) -> None:
+    policy = FakePolicy(*case.answers)
+    async with served(policy, LIMITS) as at:
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "OPENAI_BASE_URL": f"{at.url}/v1",
+            "OPENAI_API_KEY": at.session.keys.model,
+            "ANTHROPIC_BASE_URL": at.url,
+            "ANTHROPIC_API_KEY": at.session.keys.model,
+            **OFF,
+        }
+        process = await asyncio.create_subprocess_exec(
+            python,
+            str(PROGRAM),
+            case.name,
+            env=env,
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        assert (process.returncode != 0) == bool(case.refused), err.decode()[-3000:]
+        assert case.refused in err.decode()
+        assert case.refused or out.decode().split()[-1:] == ["5"], out
+        rows = at.session.rows()
+        counts = at.session.counts
+        measured = [
+            str(sum(row.answers for row in rows)),
+            str(len(rows)),
+            str(counts.tokenized_again),
+            str(sum(form is not None for form in policy.forms)),
+        ]
+    assert sum(row.answers for row in rows) == len(case.answers), "all answers are trained"
+    assert rows_of_the_table()[case.name][-len(measured) :] == measured

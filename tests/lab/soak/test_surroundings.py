@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second launch, a preemption, a closed terminal, and a stepped clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.lab.soak import surroundings as module
+from recipe.async_pipeline.lab.soak.job import CLOCK, SoakFailed
+from tests.fakes.soak_run import Run, record
+
+REFUSAL = f"run_dir {module.REFUSED}"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (f"echo '{REFUSAL}'; exit 2", None),
+        (f"echo '{REFUSAL}'", "a second launch ended with 0: run_dir must be"),
+        ("echo training; exit 2", "a second launch ended with 2: training"),
+    ],
+)
+def test_a_second_launch_must_be_refused(job: Run, script: str, why: str | None) -> None:
+    job.script = script
+    if why is None:
+        module.launch_again(job)
+        return
+    with pytest.raises(SoakFailed, match=why):
+        module.launch_again(job)
+
+
+@pytest.mark.parametrize("saved", [6, 7])
+def test_a_preempted_run_must_have_saved_its_newest_step(job: Run, saved: int) -> None:
+    folder = job.checkpoints / f"global_step_{saved}"
+    job.script = f"mkdir -p {folder}; touch {folder}/manifest.json; echo ready; exec sleep 1000"
+    job.start()
+    job.wait_for_line("ready", 60.0, since=0)
+    job.write(record("SERVED", version=7, replicas=2))
+    if saved == 7:
+        module.preempt(job)
+    else:
+        with pytest.raises(SoakFailed, match="after step 7, and the newest checkpoint is of step 6"):
+            module.preempt(job)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_terminal_that_closes_ends_the_run_and_it_starts_again(job: Run, before: signal.Handlers) -> None:
+    """Also if the soak itself ignores that, as under nohup."""
+    usual = signal.signal(signal.SIGHUP, before)
+    job.script = "echo started; exec sleep 1000"
+    try:
+        job.start()
+    finally:
+        signal.signal(signal.SIGHUP, usual)
+    job.wait_for_line("started", 60.0, since=0)
+    module.close_terminal(job)
+    job.wait_for_line("started", 60.0, since=len("started\n"))
+
+
+def test_the_clock_of_a_process_is_stepped_while_it_runs(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_bytes(bytes(8))
+    code = (
+        "import datetime, json, sys, time\n"
+        "for line in sys.stdin:\n"
+        "    now = datetime.datetime.now().timestamp()\n"
+        "    print(json.dumps([time.time(), now, time.monotonic()]), flush=True)\n"
+    )
+    library = module.build_clock(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "LD_PRELOAD": str(library), CLOCK: str(clock)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for offset_s in module.CLOCK_STEPS_S:
+            module.set_clock(clock, offset_s)
+            before, monotonic = time.time(), time.monotonic()
+            process.stdin.write("\n")
+            process.stdin.flush()
+            seen = json.loads(process.stdout.readline())
+            after = time.time()
+            assert all(before + offset_s <= one <= after + offset_s for one in seen[:2])
+            assert 0 <= seen[2] - monotonic < 1000
+        process.stdin.close()
+
+
+def test_a_clock_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="stepped_clock must compile a library, .* C compiler as cc"):
+        module.build_clock(tmp_path)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which groups are filtered, by numbers of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+from decimal import Decimal
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipe.async_pipeline.core.items import Group, Prompt, Trajectory
+from recipe.async_pipeline.core.recall import Recall
+from recipe.async_pipeline.errors import RolloutError
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+
+def generated(module: ModuleType, load: Load, metric: str, *infos: dict[str, Any]) -> tuple[Any, Group]:
+    """Return a Generation that filters by `metric`, and its group of responses with these values."""
+    answers = load("recipe.async_pipeline.verl_bridge.agent_loop.answers")
+    done = answers.Answered(
+        [
+            Trajectory(key=f"u_{i}_0", first_version=0, last_version=0, num_tokens=1, reward=-1.0)
+            for i in range(len(infos))
+        ],
+        [answers.Details(columns=[], cost={}, reward_info=info) for info in infos],
+        [],
+    )
+
+    async def run_group(*args: Any) -> Any:
+        return done
+
+    quiet = SimpleNamespace(finished=lambda *args: None, redundant=lambda found: None)
+    made = module.Generation(
+        manager=SimpleNamespace(run_group=run_group),
+        prompts=SimpleNamespace(begin=lambda prompt: {}, identity=lambda uid: uid),
+        calls=SimpleNamespace(timeout_s=5.0),
+        stages=None,
+        meters=quiet,
+        bad_data=SimpleNamespace(refuse=lambda identity: None, judge=lambda *args: None),
+        knobs=None,
+        temperature=1.0,
+        filter_metric=metric,
+        reward_workers=list,
+        served=int,
+        note=lambda event, **fields: None,
+        keep_output=lambda step, failed: None,
+    )
+
+    async def main() -> Group:
+        prompt = Prompt(uid="u", step=1, payload={"raw_prompt": "1+1="})
+        group: Group | None = await made.generate(prompt, Recall())
+        assert group is not None
+        return group
+
+    return made, asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [1, True, np.float32(1), np.array(1), Decimal(1)])
+def test_a_group_is_filtered_by_a_number_of_any_library(module: ModuleType, load: Load, value: Any) -> None:
+    made, group = generated(module, load, "acc", {"acc": value}, {"acc": 1.0})
+    assert [one.filter_by for one in group.trajectories] == [1.0, 1.0]
+    assert made.rejects(group) == "filtered"
+
+
+@pytest.mark.parametrize(
+    ("info", "shown"),
+    [
+        ({"acc": "high"}, "'high'"),
+        ({"acc": [1, 2]}, r"\[1, 2\]"),
+        ({}, "missing"),
+        ({"acc": float("nan")}, "nan"),
+    ],
+)
+def test_a_filter_without_a_number_is_one_line(
+    module: ModuleType, load: Load, info: dict[str, Any], shown: str
+) -> None:
+    with pytest.raises(RolloutError, match=f"got 'acc', which is {shown}; choose one of reward, score$"):
+        generated(module, load, "acc", {**info, "score": 1, "text": "x"})
+
+
+def test_a_response_without_a_score_is_filtered_by_its_default(module: ModuleType, load: Load) -> None:
+    _, group = generated(module, load, "acc", {"unscored": "timeout: x"}, {"acc": 0.5, "unscored": ""})
+    assert [one.filter_by for one in group.trajectories] == [-1.0, 0.5]
