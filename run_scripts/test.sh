@@ -21,8 +21,7 @@
 #   ASYNC_PIPELINE_NIGHTLY_PART  `commit` instead of `oldest`: another tenth with each commit that leaves the table
 #                                as it is
 #   ASYNC_PIPELINE_TEST_PYTHON   an interpreter to test with, instead of .venv; skips setup.sh
-#   ASYNC_PIPELINE_TEST_LIMIT_S  seconds after which a whole job counts as a hang (default: 540); raise it where
-#                                other work keeps the cores busy
+#   ASYNC_PIPELINE_TEST_LIMIT_S  seconds after which a whole job counts as a hang (default: 1500)
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -66,7 +66,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     return report
 
 
-STUCK_S = 300.0
+STUCK_S = 1500.0
 """Seconds after which an async test in real time is stuck."""
 
 

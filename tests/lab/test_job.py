@@ -38,6 +38,21 @@ def test_grandchildren_are_found_until_they_end() -> None:
     assert not send_signal(process.pid, signal.SIGTERM)
 
 
+def test_a_process_is_found_in_the_middle_of_an_exec(tmp_path: Path) -> None:
+    """Its environment and its command line are empty for a moment."""
+    mark, script = f"ASYNC_PIPELINE_TEST_EXEC_{os.getpid()}", tmp_path / "script"
+    script.write_text('[ "$LEFT" = 0 ] && exec sleep 1000; export LEFT=$((LEFT - 1)); exec bash "$0"')
+    process = subprocess.Popen(["bash", str(script)], env={**os.environ, mark: "1", "LEFT": "500"})
+    try:
+        commands = [""]
+        while not commands[-1].startswith("sleep"):
+            commands += [one.command for one in processes_with(mark, "1")] or [""]
+        assert "" not in commands[1:]
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_job_writes_its_log_and_is_looked_at(tmp_path: Path) -> None:
     log, looks = tmp_path / "log", list[float]()
     process = JobProcess(["bash", "-c", "echo $WORD; exit 3"], log, {"WORD": "one"})

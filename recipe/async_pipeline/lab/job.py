@@ -128,6 +128,12 @@ class FoundProcess(NamedTuple):
     command: str
 
 
+EXEC_S = 1.0
+"""Seconds within which a process has its new environment and command line after an exec."""
+_ENV_END = 48
+"""Index of the end of the environment, which an exec sets last, behind the name in /proc/PID/stat."""
+
+
 def processes_with(name: str, value: str) -> list[FoundProcess]:
     """Return the live processes, among those readable by this user, with the environment variable set.
 
@@ -138,12 +144,30 @@ def processes_with(name: str, value: str) -> list[FoundProcess]:
     wanted = f"{name}={value}".encode()
     found = []
 
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
+        folder = Path("/proc", str(pid))
         try:
             # Not `environ()`: it ends where a process that changed its title has overwritten the block.
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if wanted in environment and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(FoundProcess(process.pid, " ".join(process.cmdline())))
+            environment = _read_outside_exec(folder, "environ")
+            if wanted in environment and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                command = _read_outside_exec(folder, "cmdline")
+                found.append(FoundProcess(pid, b" ".join(command).decode(errors="replace").strip()))
         except (OSError, psutil.Error):
             continue
     return found
+
+
+def _read_outside_exec(folder: Path, name: str) -> list[bytes]:
+    """Return the strings of a file of a process in /proc.
+
+    In the middle of an exec, environment and command line are empty. Raises OSError if the process has ended,
+    is a zombie or belongs to the kernel.
+    """
+    until = time.monotonic() + EXEC_S
+    while not (content := (folder / name).read_bytes()) and time.monotonic() < until:
+        (folder / "exe").readlink()
+        if (folder / "stat").read_text().rpartition(")")[2].split()[_ENV_END] != "0":
+            # The exec is over. An environment may be empty for good.
+            return (folder / name).read_bytes().split(b"\0")
+        time.sleep(0.001)
+    return content.split(b"\0")
