@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import REPOSITORY, tracked_files
+from tests import REPOSITORY, lanes, tracked_files
 
 MAX_BYTES = 300_000
 LARGE = {"run_scripts/cpu.lock.txt"}
@@ -26,7 +26,8 @@ VERBATIM = {".patch"}
 TEXT = [name for name in tracked_files() if Path(name).suffix not in BINARY]
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 TEST_SCRIPT = (REPOSITORY / "run_scripts" / "test.sh").read_text(encoding="utf-8")
-TIERS = {"--quick", "--lint", "--unit", "--engine", "--e2e", "--nightly", "--nightly-part"}
+TIERS = {"--quick", *(f"--{tier}" for tier in lanes.TIERS)}
+PARTS_OF_OTHERS = {"--style", "--checks"}
 
 
 def test_no_ignored_file_is_tracked() -> None:
@@ -99,13 +100,7 @@ def test_workflows_parse_and_call_tiers_that_exist(file: Path) -> None:
 
 def test_every_tier_is_documented_and_run_by_a_workflow() -> None:
     called = " ".join(file.read_text(encoding="utf-8") for file in WORKFLOWS)
-    for tier in TIERS - {"--quick"}:
+    for tier in TIERS - PARTS_OF_OTHERS - {"--quick"}:
         assert f"test.sh {tier}" in called, f"no workflow runs {tier}"
     for tier in TIERS:
         assert re.search(rf"^#.*{tier}\b", TEST_SCRIPT, re.MULTILINE)
-
-
-def test_default_tiers_exclude_nightly() -> None:
-    expressions = dict(re.findall(r'^([A-Z0-9]+)="([^"$]* and [^"]*)"$', TEST_SCRIPT, re.MULTILINE))
-    assert set(expressions) == {"QUICK", "UNIT", "ENGINE", "E2E"}
-    assert all("not nightly" in expression for expression in expressions.values())

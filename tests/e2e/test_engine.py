@@ -17,7 +17,7 @@ import pytest
 from recipe.async_pipeline.lab.job import with_cpu_settings
 from tests.e2e.job import LIMIT_S, ROOT, check_clean_end, run_job, smoke_command
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.probe]
 ENGINES = ("vllm", "sglang")
 WAYS = ("keep/host", "abort/host", "drain/host", "keep/device")
 MANY = 200
