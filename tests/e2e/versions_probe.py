@@ -37,6 +37,7 @@ from tests.e2e.probed_engines import ENGINES
 
 WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT_POLICIES), ("keep", "device")]
 ASKERS = 6
+HANG_S = 300.0
 MAX_LEN = 64
 SPARE = 2
 """SGLang keeps two positions of the context free."""
@@ -44,8 +45,10 @@ PROMPT = [20, 21, 11, 22, 23, 29]
 SWAPS = 8
 """Loads of random weights for each way to load, after `MANY` publications."""
 MANY = 200
-STEPS_BETWEEN = 12
-"""Most tokens of a request between two publications. After an abort, it is prefilled again in that time."""
+ANSWERS_BETWEEN = 2
+"""Most answers that end between two publications, while the other askers' requests are in flight. Not seconds:
+how many tokens these are would depend on the machine.
+"""
 LONG = MAX_LEN - len(PROMPT) - SPARE
 
 
@@ -58,6 +61,7 @@ class Probe:
         self.writer = ArenaWriter(1 << 20, 16, torch.float32)
         self.version = -1
         self.load_s: list[float] = []
+        self.answered = asyncio.Event()
 
     def gather(self, weights: dict[str, torch.Tensor]) -> WeightTicket:
         """Write a version into the arena."""
@@ -91,12 +95,6 @@ class Probe:
         assert len(log_probs) == len(said)
         return said, list(spans)
 
-    async def step_s(self) -> float:
-        """Return the seconds of a token while all ask, so that loads meet requests on a slow machine, too."""
-        started = time.perf_counter()
-        await asyncio.gather(*(self.answer(LONG) for _ in range(ASKERS)))
-        return (time.perf_counter() - started) / LONG
-
     async def ask(self, stop: asyncio.Event, seed: int, wrong: list[Any], counts: dict[str, int]) -> None:
         chance = random.Random(seed)
         while not stop.is_set():
@@ -111,6 +109,7 @@ class Probe:
             if seen != runs or start != wanted or versions != sorted(set(versions)):
                 wrong.append({"tokens": tokens, "spans": spans, "wanted": wanted})
             counts["answers"] += 1
+            self.answered.set()
             counts["boundaries"] += len(spans) - 1
 
     async def swap(self, in_flight: str, stage: str, delay_s: float) -> dict[str, Any]:
@@ -151,14 +150,16 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
     torch.manual_seed(5)
     chance = random.Random(0)
     await probe.publish_next("keep")
-    pause_s = max(0.05, STEPS_BETWEEN * await probe.step_s())
     for in_flight, stage in WAYS:
         wrong: list[Any] = []
         stop, counts = asyncio.Event(), {"answers": 0, "boundaries": 0}
         askers = [asyncio.create_task(probe.ask(stop, seed, wrong, counts)) for seed in range(ASKERS)]
         probe.load_s.clear()
         for _ in range(publications):
-            await asyncio.sleep(chance.uniform(0, pause_s))
+            target = counts["answers"] + chance.randint(0, ANSWERS_BETWEEN)
+            while counts["answers"] < target:
+                probe.answered.clear()
+                await asyncio.wait_for(probe.answered.wait(), HANG_S)
             await probe.publish_next(in_flight, stage)
         stop.set()
         await asyncio.gather(*askers)
