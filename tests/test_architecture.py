@@ -84,6 +84,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     ),
     # Register classes with verl.
     "verl_bridge/trainer/registration.py": "verl_bridge/test_launch.py",
+    "verl_bridge/trainer/strategy_trainers.py": "verl_bridge/test_launch.py",
     # Imported for what it imports.
     "verl_bridge/rollout/vllm/prefork_imports.py": "verl_bridge/rollout/vllm/test_prefork.py",
     # Live in processes of Ray and of vLLM, with models in them.

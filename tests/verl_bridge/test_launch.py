@@ -204,9 +204,12 @@ def test_classes_named_in_the_config_exist(launch: ModuleType, load: Load) -> No
 def test_the_strategies_are_registered_with_verl(launch: ModuleType, load: Load) -> None:
     ours = load("recipe.async_pipeline.verl_bridge.trainer.registration")
     get = load("verl.trainer.ppo.v1.trainer_base").get_trainer_cls
+    assert {name: get(name).schedule_class for name in ours.TRAINERS} == STRATEGIES
+    assert [get(name).__name__ for name in STRATEGIES] == [
+        *("OnPolicyTrainer", "OneStepOffTrainer", "NStepAheadTrainer", "FullyAsyncTrainer")
+    ]
     ours.ensure_registered("recipe.async_pipeline.strategies:FullyAsync")
-    for name in (*STRATEGIES, "recipe.async_pipeline.strategies:FullyAsync"):
-        assert get(name) is ours.VerlTrainer
+    assert get("recipe.async_pipeline.strategies:FullyAsync") is ours.VerlTrainer
     for wrong, reason in (("no_such_module:C", "cannot be imported"), ("builtins:dict", "must subclass")):
         with pytest.raises(ConfigError, match=reason):
             ours.ensure_registered(wrong)

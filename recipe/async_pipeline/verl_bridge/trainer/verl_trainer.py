@@ -32,12 +32,12 @@ DUMP_S = 60.0
 
 
 class VerlTrainer(PPOTrainer):
-    """The trainer of all strategies, which differ in their schedule; see `strategies`."""
+    """What the trainers of all strategies share; `strategy_trainers` has them."""
 
     _enable_hybrid_replicas = False
     """Read by verl: no rollout engine on the training devices."""
     schedule_class: ClassVar[type[Schedule] | None] = None
-    """The schedule of a custom trainer class, or None to use the schedule of the configured strategy."""
+    """The schedule of the strategy that this trainer is, or None for the one that the config names."""
     run_class: ClassVar[type[PipelineRun]] = PipelineRun
     """The run of a custom trainer class."""
 
