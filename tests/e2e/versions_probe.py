@@ -46,8 +46,9 @@ SWAPS = 8
 """Loads of random weights for each way to load, after `MANY` publications."""
 MANY = 200
 ANSWERS_BETWEEN = 2
-"""Most answers that end between two publications, while the other askers' requests are in flight. Not seconds:
-how many tokens these are would depend on the machine.
+"""Most answers that end between two publications, while requests of other askers are in flight.
+
+Not seconds: how many tokens these are would depend on the machine.
 """
 LONG = MAX_LEN - len(PROMPT) - SPARE
 
