@@ -55,7 +55,7 @@ fi
 PYTHON="${ASYNC_PIPELINE_TEST_PYTHON:-}"
 if [ -z "$PYTHON" ]; then
   PYTHON="$ROOT/.venv/bin/python"
-  # In a process group of its own, which ends with this script.
+  # In a separate process group, which ends with this script.
   set -m
   bash run_scripts/setup.sh &
   SETUP=$!

@@ -4,7 +4,7 @@
     python -m tests.lanes [TIER...]     `bash run_scripts/test.sh` prepares the environment, then calls this
 
 Each line of a lane is shown at once, with the name of the lane. If nothing but tests has failed, in at most
-`FILES_AGAIN` files, these tests run once again in a process of their own after all lanes have ended: what
+`FILES_AGAIN` files, these tests run once again in a new process after all lanes have ended: what
 passes then is listed as FLAKY with its first failure, and does not fail the run. SIGTERM, SIGINT and SIGHUP
 end every process of every lane, after the stacks of the tests that were running.
 """
@@ -36,7 +36,7 @@ from tests import REPOSITORY
 FILES_AGAIN = 3
 """More files with failures than this are no accident, so nothing runs again."""
 SILENT_S = 300.0
-"""Seconds without a line of a lane after which it is said what the lane is doing."""
+"""Seconds without a line of a lane after which its current test is printed."""
 DRAIN_S = 10.0
 """Seconds for the last lines of a process that has ended, and for the stacks of one that is ended."""
 MARK = "ASYNC_PIPELINE_LANE"
@@ -347,7 +347,7 @@ def _read_record(record: Path, ended: Ended) -> None:
 
 @dataclass
 class Verdict:
-    """What a run comes to, after failed tests have run again."""
+    """The result of a run, after failed tests have run again."""
 
     failed: dict[str, str] = field(default_factory=dict)
     """By test or stage, its failure."""

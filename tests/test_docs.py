@@ -105,7 +105,7 @@ def test_a_broken_link_would_be_found() -> None:
     page = DOCS / "index.md"
     assert broken(page, "nowhere.md") == "no such file"
     assert broken(page, "../README.md#nowhere") == "no such heading"
-    assert broken(page, "../README.md#try-it-two-commands") == ""
+    assert broken(page, "../README.md#try-it-three-commands") == ""
     assert list(links("[a](b.md#c) ![d](e.png) `[f](g)` [h](https://i)\n```\n[j](k)\n```\n")) == [
         "b.md#c",
         "e.png",

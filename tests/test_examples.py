@@ -61,6 +61,9 @@ def test_hello_pipeline_shows_the_four_strategies() -> None:
         ("FullyAsync", "18.6", "3", "3"),
     ]
     lanes = [line.partition("|")[2] for line in shown.splitlines() if "|" in line]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    printed = readme.partition("```\nOnPolicy")[2].partition("```")[0]
+    assert printed and all(line in shown.splitlines() for line in f"OnPolicy{printed}".splitlines())
     assert len(lanes) == 12 and {len(lane) for lane in lanes} == {65} and all("#" in lane for lane in lanes)
 
 

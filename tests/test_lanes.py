@@ -157,7 +157,7 @@ def test_an_end_names_the_test_that_hangs_with_its_stack_and_leaves_nothing(
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any(line.endswith("test_it.py::test_hangs\n") for line in lines)
-    # The test, its process in a session of its own, the sleep and the run.
+    # The test, its process in another session, the sleep and the run.
     while len(processes_with(MARK, str(tmp_path))) < 4:
         assert process.poll() is None
     process.send_signal(number)
