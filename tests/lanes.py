@@ -74,7 +74,7 @@ STYLE = (
     Stage("ruff format", (sys.executable, "-m", "ruff", "format", "--check", ".")),
     Stage("codespell", (str(BIN / "codespell"),)),
     Stage("shellcheck", ("bash", "-c", f"'{BIN}/shellcheck' .ci/run run_scripts/*.sh")),
-    pytest_stage("style", "-m", "style and not nightly", live="files"),
+    pytest_stage("style", "-m", "style", "tests/style", live="files"),
 )
 CHECKS = (
     ruff_stage("ruff", "F,B,ASYNC,BLE,RUF006,T201"),
@@ -224,8 +224,14 @@ class _Lane(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._stages, self._say = stages, say
         self._folder = folder / name
-        # Its own folder for Ray: no lane finds the clusters of another.
-        self._environment = {**os.environ, "RAY_TMPDIR": str(self._folder), MARK: mark}
+        self._environment = {
+            **os.environ,
+            # No lane finds the clusters of another.
+            "RAY_TMPDIR": str(self._folder),
+            # By default 15, with which jobs stand still while other lanes keep the cores busy.
+            "RAY_worker_niceness": "0",
+            MARK: mark,
+        }
         self._process: subprocess.Popen[str] | None = None
         self._record: Path | None = None
         self._stage: Stage | None = None
@@ -253,11 +259,11 @@ class _Lane(threading.Thread):
 
     def _start(self, stage: Stage, record: Path) -> subprocess.Popen[str] | None:
         """Return the process of a stage, or None if no further one may start."""
-        self._say(f"== {stage.name}")
         command = [*stage.command, "--record", str(record)] if stage.of_tests else list(stage.command)
         with self._starting:
             if self._given_up:
                 return None
+            self._say(f"== {stage.name}")
             self._process = subprocess.Popen(
                 command,
                 env=self._environment,

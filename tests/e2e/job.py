@@ -125,7 +125,9 @@ def run_job(
     return Job(status, "".join(lines), run_dir, after)
 
 
-def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[str, Any]:
+def check_clean_end(
+    job: Job, strategy: str, max_lag: int, steps: int, *, responses: int = 8
+) -> dict[str, Any]:
     assert job.status == 0, job.output[-3000:]
     summary = job.summary
     assert summary["status"] == "completed"
@@ -135,7 +137,7 @@ def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[s
     assert summary["groups_trained"] == steps * 16
     fates = sum(summary[f"groups_{fate}"] for fate in ("trained", "filtered", "expired", "failed"))
     assert (summary["groups_drawn"], summary["groups_in_flight"]) == (fates, 0)
-    assert summary["samples_trained"] == steps * 128
+    assert summary["samples_trained"] == steps * 16 * responses
     assert summary["tensors_proved"] > 0
     assert summary["publications"] == steps + 1
     return summary

@@ -338,6 +338,7 @@ def test_a_training_worker_that_dies(tied_task: Path, tmp_path: Path) -> None:
     assert set(SHM_DIR.glob(f"{PREFIX}*")) <= before
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_adapters_are_trained(tied_task: Path, tmp_path: Path) -> None:
     # Adapters alone are trained here, and published without their base.
     adapters = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=auto"]

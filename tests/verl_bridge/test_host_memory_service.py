@@ -96,6 +96,7 @@ def statuses(memories: HostMemories) -> dict[str, HostStatus]:
     return {node: ray.get(status, timeout=LIMIT_S) for node, status in found.items()}
 
 
+@pytest.mark.nightly
 def test_every_host_receives_each_version_once_and_the_trainers_host_sends_it_twice(
     nodes: list[str], writer: ArenaWriter, services: MemoryServices
 ) -> None:
@@ -123,6 +124,7 @@ def test_every_host_receives_each_version_once_and_the_trainers_host_sends_it_tw
             assert status.num_bytes <= 1.1 * 2 * ticket.num_bytes
 
 
+@pytest.mark.nightly
 def test_a_service_whose_process_dies_is_replaced_and_receives_again(
     nodes: list[str], writer: ArenaWriter, services: MemoryServices
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_service_whose_process_dies_is_replaced_and_receives_again(
     assert statuses(memories)[nodes[1]].received == 1
 
 
+@pytest.mark.nightly
 def test_a_relay_that_is_lost_is_replaced_by_the_trainers_host(
     nodes: list[str], writer: ArenaWriter, services: MemoryServices
 ) -> None:

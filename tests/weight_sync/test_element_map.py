@@ -104,7 +104,7 @@ def parts_of_rows(draw: st.DrawFn) -> tuple[View, list[View]]:
     return whole, views
 
 
-@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
 @given(parts_of_rows())
 def test_a_missing_element_is_the_first_one_that_no_view_marks(found: tuple[View, list[View]]) -> None:
     whole, views = found

@@ -134,7 +134,7 @@ class Boom:
 
 
 DECODERS = (decode, decode_ticket, decode_announcement)
-HOSTILE = settings(deadline=None, database=None, derandomize=True, max_examples=300)
+HOSTILE = settings(deadline=None, database=None, derandomize=True, max_examples=80)
 
 
 @pytest.mark.parametrize("parse", DECODERS)

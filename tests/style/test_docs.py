@@ -18,6 +18,8 @@ from recipe.async_pipeline.lab.bench.arms import ARMS
 from recipe.async_pipeline.lab.gpu_kit.catalogue import STEPS
 from tests import REPOSITORY
 
+pytestmark = pytest.mark.style
+
 DOCS = REPOSITORY / "docs"
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "patches/README.md")

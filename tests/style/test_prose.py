@@ -13,6 +13,8 @@ import pytest
 
 from tests import REPOSITORY, tracked_files
 
+pytestmark = pytest.mark.style
+
 # Measured: 83 per 10,000 words of prose in this repository before it was rewritten; 0.6 in anyio, h11,
 # aiohttp, starlette, Ray's utilities and torch.distributed together. The comments name usual replacements.
 DIALECT = (
@@ -42,7 +44,7 @@ WORDS = re.compile(rf"\b({'|'.join(DIALECT)})\b", re.IGNORECASE)
 
 READ = {".py", ".md", ".sh", ".toml", ".yaml", ".yml", ".in", ".css", ".js", ".mjs", ".patch", ".cff"}
 READ_BY_NAME = {".ci/run", "patches/series", "run_scripts/cpu.in.txt", "run_scripts/cpu.overrides.txt"}
-THIS = "tests/test_prose.py"
+THIS = "tests/style/test_prose.py"
 
 
 def text_files() -> list[str]:
