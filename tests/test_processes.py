@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from recipe.async_pipeline.processes import descendants, gain_no_rights
-from tests import REPOSITORY
-from tests.fakes.waiting import DEADLINE_S, until
+from tests import HANG_S, REPOSITORY
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 PARENT = '''
@@ -37,7 +37,7 @@ def test_a_child_is_killed_when_its_parent_is() -> None:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    child.wait(timeout=60)  # of an endless sleep
+    child.wait(timeout=HANG_S)  # of an endless sleep
 
 
 def _write_own_status(file: Path) -> None:
@@ -80,6 +80,6 @@ def test_end_all_kills_processes_that_ignore_sigterm() -> None:
         "sys.stdout.write(f'{left} {p.poll()}')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=DEADLINE_S
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=HANG_S
     )
     assert done.stdout.startswith("[] "), done.stderr
