@@ -17,6 +17,7 @@ import pytest
 
 from recipe.async_pipeline.agents import episode_folders
 from recipe.async_pipeline.agents.episode_folders import MARK, PREFIX, Folder, delete_abandoned
+from tests import HANG_S
 from tests.fakes.waiting import until
 
 OWNER = """
@@ -140,7 +141,7 @@ def test_a_folder_whose_making_is_cancelled_is_deleted_with_its_lock(
             await asyncio.sleep(0.01)
 
     monkeypatch.setattr(tempfile, "mkdtemp", slow)
-    asyncio.run(asyncio.wait_for(story(), 60))
+    asyncio.run(asyncio.wait_for(story(), HANG_S))
 
 
 def open_folders(place: Path) -> list[str]:
