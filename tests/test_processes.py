@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.async_pipeline.processes import descendants, gain_no_rights
+from recipe.async_pipeline.processes import STARTS, descendants, gain_no_rights, repeat_slow_start
 from tests import HANG_S, REPOSITORY
 from tests.fakes.waiting import until
 
@@ -83,3 +83,34 @@ def test_end_all_kills_processes_that_ignore_sigterm() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=HANG_S
     )
     assert done.stdout.startswith("[] "), done.stderr
+
+
+@pytest.mark.parametrize("slow", range(STARTS + 1))
+def test_a_slow_start_is_repeated_without_the_rest_of_it(slow: int) -> None:
+    log = list[str]()
+
+    def start() -> str:
+        log.append("start")
+        if log.count("start") <= slow:
+            raise RuntimeError("The current node timed out during startup.")
+        return "started"
+
+    if slow == STARTS:
+        with pytest.raises(RuntimeError, match="timed out"):
+            repeat_slow_start(start, lambda error: log.append("end"))
+        assert log == ["start", "end"] * STARTS
+    else:
+        assert repeat_slow_start(start, lambda error: log.append("end")) == "started"
+        assert log == [*["start", "end"] * slow, "start"]
+
+
+def test_another_error_of_a_start_is_raised_at_once() -> None:
+    log = list[str]()
+
+    def start() -> None:
+        log.append("start")
+        raise OSError("no such device")
+
+    with pytest.raises(OSError, match="no such device"):
+        repeat_slow_start(start, lambda error: log.append("end"))
+    assert log == ["start"]
