@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipes and sockets that a test opens, and which of them are open. Others of the process do not count."""
+"""What a test has open. Other descriptors of the process do not count: they close at any time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +36,17 @@ class Descriptors:
 
     def still_open(self) -> set[str]:
         """Return the names of those that this process has not closed."""
-        names = set()
-        for number in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                names.add(os.readlink(f"/proc/self/fd/{number}"))
-        return self.made & names
+        return self.made.intersection(_open())
+
+
+def open_below(folder: Path) -> list[str]:
+    """Return the files and folders below a folder that this process has open, also deleted ones."""
+    return [name for name in _open() if name.startswith(f"{folder}/")]
+
+
+def _open() -> list[str]:
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return names
