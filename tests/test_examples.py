@@ -23,7 +23,7 @@ from recipe.async_pipeline.agents.frozen_lake import FrozenLake
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, runner_of
 from recipe.async_pipeline.gateway.registry import Sessions
 from recipe.async_pipeline.gateway.sessions import Session, SessionLimits
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 from tests.fakes.agent_policy import FakePolicy
 
 OF_THE_PIPELINE = {"hello_pipeline", "my_stage", "my_strategy"}
@@ -136,7 +136,7 @@ def test_an_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType, agen
         whole = bytes(token for token in row.prompt_ids + row.response_ids if token < 256).decode()
         return found, whole.split("<user>")[1:]
 
-    found, seen = asyncio.run(asyncio.wait_for(play(), 120))
+    found, seen = asyncio.run(asyncio.wait_for(play(), HANG_S))
     assert found == reward
     assert [text.removesuffix(move) for text, move in zip(seen, moves, strict=False)] == texts[: len(seen)]
 

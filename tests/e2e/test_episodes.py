@@ -51,7 +51,6 @@ def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path:
             f"{AGENTIC}.isolation=process",
             # Each of them is a process that imports gymnasium.
             f"{AGENTIC}.concurrency=6",
-            f"{AGENTIC}.env_timeout_s=20",
             # Boards enough for each kind of failure, and few episodes on each.
             *of_size(16, episodes),
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each of these ends the run within a minute: cause on the last screen, status not 0, nothing left behind."""
+"""Each of these ends the run: cause on the last screen, status not 0, nothing left behind."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import pytest
 from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.observe.ledger_file import audit_file
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from tests import HANG_S
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import (
     ROOT,
@@ -37,13 +38,12 @@ from tests.e2e.job import (
 )
 
 pytestmark = pytest.mark.e2e
-WITHIN_S = 60.0
 
 
 def check_ended(job: Job, cause: str) -> None:
     assert job.status not in (0, None)
     assert job.ended_after_event_s is not None, job.output[-3000:]
-    assert job.ended_after_event_s < WITHIN_S
+    assert job.ended_after_event_s < HANG_S
     last_screen = "\n".join(job.output.splitlines()[-24:])
     assert cause in last_screen
     assert processes_of(job.run_dir) == []

@@ -33,6 +33,7 @@ from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import WeightTicket, encode
 from recipe.async_pipeline.weight_sync.staging import await_staged
 from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
+from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 
 WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT_POLICIES), ("keep", "device")]
@@ -79,10 +80,10 @@ class Probe:
     async def publish(self, weights: dict[str, torch.Tensor], in_flight: str, stage: str = "host") -> None:
         self.version += 1
         ticket = self.gather(weights)
-        manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
+        manifest = encode(await asyncio.to_thread(await_manifest, ticket, HANG_S))
         if stage == "device":
             boards = await self.engine.stage(manifest)
-            await asyncio.wait_for(await_staged(boards, self.version), 60.0)
+            await asyncio.wait_for(await_staged(boards, self.version), HANG_S)
         started = time.perf_counter()
         await self.engine.versioned.load(self.version, lambda: self.engine.load(manifest), in_flight)
         self.load_s.append(time.perf_counter() - started)

@@ -18,7 +18,7 @@ from recipe.async_pipeline.errors import RunFilesError
 from recipe.async_pipeline.observe.event_file import read_events
 from recipe.async_pipeline.observe.trace import MAX_FLOWS, leave_trace, trace_events, write_trace
 from recipe.async_pipeline.observe.trace_episodes import TraceEvent
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 from tests.observe.run_folder import RecordedTrainer, write_run
 
 PROCESSOR = Path(os.environ.get("TRACE_PROCESSOR_DIR", REPOSITORY / ".cache" / "trace_processor"))
@@ -207,7 +207,7 @@ def test_perfetto_reads_the_trace_correctly(folder: Path, events: list[TraceEven
         str(PROCESSOR),
         str(write_trace(folder)),
     ]
-    done = subprocess.run(command, input=json.dumps(QUERIES), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input=json.dumps(QUERIES), capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-2000:]
 
     read = json.loads(done.stdout)

@@ -18,15 +18,11 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.patching import patched_tree, series, verl_source
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 
 pytestmark = pytest.mark.real_engine
 
 PROBES = Path(__file__).with_name("probes.py")
-LIMIT_S = 480.0
-"""A tree. Seen on two shared cores: 40 s for both, two minutes when overloaded; nearly all of it is
-imports.
-"""
 
 Results = Mapping[str, str | None]
 
@@ -45,7 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     running = {name: _start(root, scratch / f"{name}.json") for name, root in roots.items()}
     try:
         for name, process in running.items():
-            output, _ = process.communicate(timeout=LIMIT_S)
+            output, _ = process.communicate(timeout=HANG_S)
             assert process.returncode == 0, f"the probes of the {name} tree ended with:\n{output[-3000:]}"
     finally:
         for process in running.values():

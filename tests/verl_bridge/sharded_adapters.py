@@ -22,6 +22,7 @@ from recipe.async_pipeline.verl_bridge.workers.training_worker import PipelineWo
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
+from tests import HANG_S
 
 
 def make_engine(mesh: Any) -> Any:
@@ -66,7 +67,7 @@ def run_rank(rank: int, *, count: int, file: str) -> None:
     assert mine is not None and mine.adapter is not None
     ticket = ranks.share(writer.gather_parts(1, mine.parts, mine.adapter))
     assert ticket is not None
-    manifest = await_manifest(ticket, 30)
+    manifest = await_manifest(ticket, HANG_S)
     published = ArenaReader().tensors(manifest)
 
     held = held_by(copy, replicated=True)

@@ -16,6 +16,7 @@ import torch
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR, new_name
+from tests import HANG_S
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -29,7 +30,7 @@ class Engines:
         self.kind = kind
         self.made: list[Any] = []
 
-    def make(self, *, is_master: bool = False, timeout_s: float = 20.0) -> Any:
+    def make(self, *, is_master: bool = False, timeout_s: float = HANG_S) -> Any:
         engine = self.kind(BUCKET, is_master=is_master, timeout_s=timeout_s)
         self.made.append(engine)
         return engine
@@ -101,7 +102,7 @@ def test_two_trainer_ranks_send_versions_to_two_replicas(engines: Engines) -> No
 
 def test_the_master_returns_the_ticket(engines: Engines) -> None:
     ticket = engines.make(is_master=True).gather(iter(weights(0).items()), 7)
-    manifest = await_manifest(ticket, 30)
+    manifest = await_manifest(ticket, HANG_S)
     assert manifest.version == 7
     assert [(e.name, e.dtype) for e in manifest.tensors] == [
         ("a", "bfloat16"),

@@ -22,11 +22,10 @@ from recipe.async_pipeline.verl_bridge.control_calls import (
     control,
 )
 from recipe.async_pipeline.verl_bridge.rollout.vllm import prefork
+from tests import HANG_S
+from tests.fakes.ray_nodes import start_ray
 
 pytestmark = pytest.mark.real_engine
-
-ANSWER_S = 60
-"""Far above the milliseconds that a call takes, on a busy machine too."""
 
 
 class Server(ControlCalls):
@@ -73,7 +72,7 @@ class Server(ControlCalls):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    start_ray()
     try:
         yield
     finally:
@@ -85,12 +84,12 @@ def started(server_class: Any, max_concurrency: int) -> Any:
     server = server_class.options(
         runtime_env={"env_vars": {"A": "1"}}, max_concurrency=max_concurrency, num_cpus=0
     ).remote()
-    ray.get(server.launch_server.remote(), timeout=ANSWER_S)
+    ray.get(server.launch_server.remote(), timeout=HANG_S)
     return server
 
 
 def answered(ref: Any) -> Any:
-    return ray.get(ref, timeout=ANSWER_S)
+    return ray.get(ref, timeout=HANG_S)
 
 
 def open_on(server: Any, requests: int, at_once: int) -> list[Any]:

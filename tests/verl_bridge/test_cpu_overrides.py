@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.verl_bridge.cpu_overrides import VllmFinder
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 from tests.fakes.published_verl import unpacked
 
 
@@ -95,7 +95,7 @@ def test_the_published_verl_runs_on_the_cpu(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=480,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]

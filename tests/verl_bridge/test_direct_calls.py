@@ -24,6 +24,7 @@ from recipe.async_pipeline.verl_bridge.direct_calls import (
     DirectCaller,
     DirectCalls,
 )
+from tests import HANG_S
 
 
 class Actor:
@@ -118,7 +119,7 @@ def with_sockets(story: Callable[[Actor, Handle, DirectCaller, Sockets], Awaitab
         for _ in range(50):
             await asyncio.sleep(0)
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), HANG_S))
 
 
 def test_a_call_returns_the_result() -> None:

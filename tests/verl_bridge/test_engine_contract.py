@@ -18,7 +18,7 @@ from recipe.async_pipeline.contract.engines import Difference, EngineTree
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.patching import series
 from recipe.async_pipeline.verl_bridge.engine_contract import check_engine
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 from tests.fakes.engine_differences import GONE, compare_as
 from tests.verl_bridge.conftest import Smoke, refused
 
@@ -148,4 +148,4 @@ def test_the_tested_engine_and_one_that_is_not_installed_are_not_read(
 def test_the_check_imports_no_verl_by_itself() -> None:
     """Tests import it before verl has its plugin, which a process gets once."""
     code = f"import sys, {check_engine.__module__}; sys.exit('verl' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=HANG_S).returncode == 0

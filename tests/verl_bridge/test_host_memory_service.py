@@ -15,7 +15,6 @@ import msgspec
 import pytest
 import ray
 import torch
-from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from recipe.async_pipeline.errors import WeightSyncError
@@ -32,6 +31,8 @@ from recipe.async_pipeline.weight_sync.host_memory import HostStatus
 from recipe.async_pipeline.weight_sync.host_slots import this_process
 from recipe.async_pipeline.weight_sync.manifest import WeightTicket
 from recipe.async_pipeline.weight_sync.receiver import BucketVerdict
+from tests import HANG_S
+from tests.fakes.ray_nodes import add_node, start_cluster
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.real_engine
@@ -39,14 +40,13 @@ BUCKET_BYTES = 1 << 20
 WEIGHTS = {
     f"layer.{i}.weight": torch.randn(300, 300, generator=torch.Generator().manual_seed(i)) for i in range(9)
 }
-LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[str]]:
     """Yield Ray's ids of the trainer's node and of three others, each with an object store."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    others = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    cluster = start_cluster(num_cpus=1)
+    others = [add_node(cluster, num_cpus=1) for _ in range(3)]
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         yield [cluster.head_node.node_id, *(node.node_id for node in others)]
@@ -60,7 +60,7 @@ class Consumer:
 
     async def load(self, ticket: WeightTicket, memories: HostMemories) -> tuple[dict[str, float], list[str]]:
         """Return the sums of all tensors, and the names of the segments that hold them."""
-        local = await memories.fetch(ticket, this_process("a consumer"), LIMIT_S)
+        local = await memories.fetch(ticket, this_process("a consumer"), HANG_S)
         sums = {name: float(t.double().sum()) for name, t in ArenaReader().tensors(local).items()}
         await memories.release(this_process("a consumer"), ticket.version)
         return sums, [bucket.segment for bucket in local.buckets]
@@ -93,7 +93,7 @@ def gathered(writer: ArenaWriter, version: int, host: str) -> tuple[WeightTicket
 
 def statuses(memories: HostMemories) -> dict[str, HostStatus]:
     found = {node: service.status.remote() for node, service in memories.route.services.items()}
-    return {node: ray.get(status, timeout=LIMIT_S) for node, status in found.items()}
+    return {node: ray.get(status, timeout=HANG_S) for node, status in found.items()}
 
 
 @pytest.mark.nightly
@@ -105,7 +105,7 @@ def test_every_host_receives_each_version_once_and_the_trainers_host_sends_it_tw
         ticket, expected = gathered(writer, version, nodes[0])
         memories = services.on(nodes, [ticket.host])
         loads = {n: [one.load.remote(ticket, memories) for one in group] for n, group in consumers.items()}
-        found = {node: ray.get(load, timeout=LIMIT_S) for node, load in loads.items()}
+        found = {node: ray.get(load, timeout=HANG_S) for node, load in loads.items()}
         assert all(sums == expected for of_node in found.values() for sums, _ in of_node)
         assert all(first == second for first, second in found.values()), "both map the same memory"
 
@@ -131,9 +131,9 @@ def test_a_service_whose_process_dies_is_replaced_and_receives_again(
     ticket, expected = gathered(writer, 0, nodes[0])
     memories = services.on(nodes[1:2], [ticket.host])
     consumer, service = consumer_on(nodes[1]), memories.route.services[nodes[1]]
-    before = ray.get(consumer.load.remote(ticket, memories), timeout=LIMIT_S)
-    os.kill(ray.get(service.__ray_call__.remote(lambda actor: os.getpid()), timeout=LIMIT_S), signal.SIGKILL)
-    after = ray.get(consumer.load.remote(ticket, memories), timeout=LIMIT_S)
+    before = ray.get(consumer.load.remote(ticket, memories), timeout=HANG_S)
+    os.kill(ray.get(service.__ray_call__.remote(lambda actor: os.getpid()), timeout=HANG_S), signal.SIGKILL)
+    after = ray.get(consumer.load.remote(ticket, memories), timeout=HANG_S)
     assert before[0] == after[0] == expected
     assert not set(before[1]) & set(after[1])
     assert statuses(memories)[nodes[1]].received == 1
@@ -145,15 +145,15 @@ def test_a_relay_that_is_lost_is_replaced_by_the_trainers_host(
 ) -> None:
     ticket, expected = gathered(writer, 0, nodes[0])
     memories = services.on(nodes[1:], [ticket.host])
-    ray.get([service.status.remote() for service in memories.route.services.values()], timeout=LIMIT_S)
+    ray.get([service.status.remote() for service in memories.route.services.values()], timeout=HANG_S)
     # As with a lost node: it does not restart.
     ray.kill(memories.route.services[nodes[1]])
-    sums, segments = ray.get(consumer_on(nodes[3]).load.remote(ticket, memories), timeout=LIMIT_S)
+    sums, segments = ray.get(consumer_on(nodes[3]).load.remote(ticket, memories), timeout=HANG_S)
     assert sums == expected
-    trainers = ray.get(memories.route.services[nodes[0]].status.remote(), timeout=LIMIT_S)
+    trainers = ray.get(memories.route.services[nodes[0]].status.remote(), timeout=HANG_S)
     assert trainers.lent == {0: len(segments)}
     with pytest.raises(WeightSyncError, match="the memory service of host .* is gone"):
-        ray.get(consumer_on(nodes[1]).load.remote(ticket, memories), timeout=LIMIT_S)
+        ray.get(consumer_on(nodes[1]).load.remote(ticket, memories), timeout=HANG_S)
 
 
 class Counting:
@@ -277,4 +277,4 @@ def test_a_process_that_has_moved_to_another_host_says_so(
     ticket, _ = gathered(writer, 0, nodes[0])
     memories = services.on(nodes[:1], [ticket.host])
     with pytest.raises(WeightSyncError, match="no memory service runs on host"):
-        ray.get(consumer_on(nodes[1]).load.remote(ticket, memories), timeout=LIMIT_S)
+        ray.get(consumer_on(nodes[1]).load.remote(ticket, memories), timeout=HANG_S)

@@ -16,13 +16,14 @@ import pytest
 import ray
 
 from recipe.async_pipeline.verl_bridge import interrupts
+from tests.fakes.ray_nodes import start_ray
 
 pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    start_ray()
     yield
     ray.shutdown()
 

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from recipe.async_pipeline.errors import ConfigError
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 from tests.conftest import Load
-
-LIMIT_S = 300.0
+from tests.fakes.ray_nodes import start_cluster
 
 
 @pytest.mark.real_engine
@@ -62,7 +60,7 @@ def bare_environment(folder: Path) -> Path:
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made = start_cluster(num_cpus=1)
     yield made
     ray.shutdown()
     made.shutdown()
@@ -96,11 +94,11 @@ def test_the_doctor_says_which_node_lacks_the_package(cluster: Any, tmp_path: Pa
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=HANG_S,
         )
     finally:
         second.terminate()
-        second.communicate(timeout=LIMIT_S)
+        second.communicate(timeout=HANG_S)
     assert done.returncode == 2, done.stderr
     rows = json.loads(done.stdout)
     assert len({row["node"] for row in rows}) == 2

@@ -167,6 +167,30 @@ def test_a_cluster_with_too_few_devices_is_refused(
         ray_cluster.require_devices("GPU", 3)
 
 
+class FakeNode:
+    """A node of Ray whose first start is too slow."""
+
+    log: list[str] = []
+
+    def __init__(self) -> None:
+        self.log.append("start")
+        if self.log == ["start"]:
+            raise Exception("The current node timed out during startup. This could happen because")
+
+    def kill_all_processes(self, *, check_alive: bool, allow_graceful: bool, wait: bool) -> None:
+        assert wait and not check_alive and not allow_graceful
+        self.log.append("end")
+
+
+def test_a_start_of_ray_that_is_too_slow_is_repeated(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray leaves the processes of the first start behind."""
+    module = load("recipe.async_pipeline.verl_bridge.ray_cluster")
+    monkeypatch.setattr(module, "Node", FakeNode)
+    monkeypatch.setattr(FakeNode, "log", [])
+    assert isinstance(module.with_cause(FakeNode)(), FakeNode)
+    assert FakeNode.log == ["start", "end", "start"]
+
+
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [

@@ -10,7 +10,9 @@ from types import ModuleType
 import pytest
 import ray
 
+from tests import HANG_S
 from tests.conftest import Load
+from tests.fakes.ray_nodes import start_ray
 
 pytestmark = pytest.mark.real_engine
 
@@ -21,7 +23,7 @@ LARGE = 1 << 20
 @pytest.fixture
 def module(load: Load) -> Iterator[ModuleType]:
     module = load("recipe.async_pipeline.verl_bridge.restartable_actors")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    start_ray()
     try:
         yield module
     finally:
@@ -46,11 +48,11 @@ def test_a_worker_with_a_large_config_can_restart_repeatedly(module: ModuleType)
     assert len(workers._kept) == 2, "the config is stored once for both, and the address"
     pids = set()
     for _ in range(2):
-        size, pid = ray.get(first.report.remote(), timeout=60)
+        size, pid = ray.get(first.report.remote(), timeout=HANG_S)
         assert size == LARGE
         pids.add(pid)
         first.die.options(max_task_retries=0).remote()
-        size, pid = ray.get(first.report.remote(), timeout=60)
+        size, pid = ray.get(first.report.remote(), timeout=HANG_S)
         pids.add(pid)
     assert len(pids) == 3
-    assert ray.get(second.report.remote(), timeout=60)[0] == LARGE
+    assert ray.get(second.report.remote(), timeout=HANG_S)[0] == LARGE

@@ -17,6 +17,7 @@ from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.board import Board, await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Failure, Manifest, WeightTicket, encode
 from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR
+from tests import HANG_S
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_name_in_another_format_is_not_opened(name: str) -> None:
 def test_a_version_is_awaited(board: Board) -> None:
     later = threading.Timer(0.02, board.post, (encode(manifest(3)),))
     later.start()
-    assert await_manifest(ticket(board), timeout_s=30) == manifest(3)
+    assert await_manifest(ticket(board), timeout_s=HANG_S) == manifest(3)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +99,11 @@ def test_a_trainer_that_is_killed_in_the_middle_is_named_at_once(board: Board) -
     with pytest.raises(
         WeightSyncError, match=f"the trainer's process {trainer.pid} died before v3 was complete"
     ):
-        await_manifest(ticket(board, pid=trainer.pid), timeout_s=600)
+        await_manifest(ticket(board, pid=trainer.pid), timeout_s=HANG_S)
 
 
 def test_what_a_dead_trainer_has_posted_still_counts(board: Board) -> None:
     board.post(encode(manifest(3)))
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
-    assert await_manifest(ticket(board, pid=ended.pid), timeout_s=600) == manifest(3)
+    assert await_manifest(ticket(board, pid=ended.pid), timeout_s=HANG_S) == manifest(3)

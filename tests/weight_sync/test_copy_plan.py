@@ -13,6 +13,7 @@ from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.copy_plan import RecordedLoad, Recorder
 from recipe.async_pipeline.weight_sync.manifest import Manifest
+from tests import HANG_S
 
 Weights = Mapping[str, torch.Tensor]
 Loader = Callable[["Served", Weights], None]
@@ -63,7 +64,7 @@ def writer() -> Iterator[ArenaWriter]:
 
 
 def publish(writer: ArenaWriter, version: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    manifest = await_manifest(writer.gather(version, weights(version).items()), 30)
+    manifest = await_manifest(writer.gather(version, weights(version).items()), HANG_S)
     return manifest, ArenaReader().tensors(manifest)
 
 
@@ -166,7 +167,7 @@ def test_another_layout_or_other_parameters_do_not_fit(writer: ArenaWriter) -> N
     served = Served()
     load, _ = record(writer, served)
     assert load is not None
-    fewer = await_manifest(writer.gather(1, list(weights(1).items())[:-1]), 30)
+    fewer = await_manifest(writer.gather(1, list(weights(1).items())[:-1]), HANG_S)
     assert not load.fits(fewer, served.parameters())
     same, _ = publish(writer, 2)
     assert load.fits(same, served.parameters())

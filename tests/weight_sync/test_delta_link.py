@@ -26,9 +26,9 @@ from recipe.async_pipeline.weight_sync.receiver import BucketVerdict, Incoming
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from recipe.async_pipeline.weight_sync.shares import Bucket
 from recipe.async_pipeline.weight_sync.transport import Header
+from tests import HANG_S
 
 READER = Reader("replica 0", os.getpid(), 0.0)
-LIMIT_S = 30.0
 BUCKETS = 3
 MAKE = "recipe.async_pipeline.weight_sync.delta_link.difference"
 
@@ -45,7 +45,7 @@ class Link:
         self.spoil: Callable[[bytes], bytes] = lambda data: data
 
     async def announced(self) -> Manifest:
-        return await asyncio.to_thread(await_manifest, self._ticket, LIMIT_S)
+        return await asyncio.to_thread(await_manifest, self._ticket, HANG_S)
 
     async def bucket(self, bucket: Bucket, attempt: int, base: int | None = None) -> tuple[bytes, Any]:
         async with self._sender.lend(self.asks(self._ticket), bucket, base) as (header, payload):
@@ -71,19 +71,19 @@ class Hosts:
 
     async def receive(self, ticket: WeightTicket, link: Link | None = None, *, delta: bool = True) -> Link:
         """Receive a version, and require the trainer's values."""
-        link = link or Link(self.trainer, lambda asked: VersionRequest(asked, [], LIMIT_S), ticket)
-        link.asks = lambda asked: VersionRequest(asked, [link], LIMIT_S)
+        link = link or Link(self.trainer, lambda asked: VersionRequest(asked, [], HANG_S), ticket)
+        link.asks = lambda asked: VersionRequest(asked, [link], HANG_S)
         await self._receive(self.here, ticket, link, delta)
         return link
 
     async def relay(self, ticket: WeightTicket, below: Link) -> Link:
         """Receive a version from the host that received it from the trainer."""
-        link = Link(self.here, lambda asked: VersionRequest(asked, [below], LIMIT_S), ticket)
+        link = Link(self.here, lambda asked: VersionRequest(asked, [below], HANG_S), ticket)
         await self._receive(self.leaf, ticket, link, True)
         return link
 
     async def _receive(self, memory: HostMemory, ticket: WeightTicket, link: Link, delta: bool) -> None:
-        local = await memory.fetch(VersionRequest(ticket, [link], LIMIT_S, delta), READER)
+        local = await memory.fetch(VersionRequest(ticket, [link], HANG_S, delta), READER)
         memory.release(READER, ticket.version)
         reader = ArenaReader()
         reader.verify(local)
@@ -150,7 +150,7 @@ async def test_a_damaged_difference_is_replaced_by_the_whole_bucket(spoil: Calla
     async with fresh_hosts() as hosts:
         await hosts.receive(hosts.publish(0))
         ticket = hosts.publish(1)
-        link = Link(hosts.trainer, lambda asked: VersionRequest(asked, [], LIMIT_S), ticket)
+        link = Link(hosts.trainer, lambda asked: VersionRequest(asked, [], HANG_S), ticket)
         link.spoil = spoil
         await hosts.receive(ticket, link)
         assert sorted(base is None for base, _ in link.sent) == [False] * BUCKETS + [True] * BUCKETS
@@ -197,7 +197,7 @@ async def test_a_difference_that_failed_is_made_again(monkeypatch: pytest.Monkey
     async with fresh_hosts() as hosts:
         await hosts.receive(hosts.publish(0))
         ticket = hosts.publish(1)
-        link = Link(hosts.trainer, lambda asked: VersionRequest(asked, [link], LIMIT_S), ticket)
+        link = Link(hosts.trainer, lambda asked: VersionRequest(asked, [link], HANG_S), ticket)
 
         def fail(*arguments: Any) -> bytes | None:
             raise MemoryError("no memory for a difference")

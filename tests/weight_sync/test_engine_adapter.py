@@ -20,6 +20,7 @@ from recipe.async_pipeline.weight_sync.map_check import CheckedMap, check_map
 from recipe.async_pipeline.weight_sync.proof import Prover
 from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter, holds
 from recipe.async_pipeline.weight_sync.standby_copy import StandbyCopy
+from tests import HANG_S
 from tests.fakes.adapter_contract import check_loads, check_stages, deliver
 from tests.fakes.engine import (
     ATTENTION,
@@ -54,7 +55,7 @@ def publish() -> Iterator[Publish]:
     writer, version = ArenaWriter(1 << 12, 1000, None), iter(range(1, 100))
 
     def gather(tensors: Weights) -> Manifest:
-        return await_manifest(writer.gather(next(version), tensors.items()), 30)
+        return await_manifest(writer.gather(next(version), tensors.items()), HANG_S)
 
     yield gather
     writer.close()
@@ -238,7 +239,7 @@ def large() -> Iterator[Callable[[bool], Manifest]]:
 
     def gather(reverse: bool = False) -> Manifest:
         tensors = [(name, torch.randn(16, PAGES).bfloat16()) for name in ("rows", "columns", "other")]
-        return await_manifest(writer.gather(next(version), tensors[::-1] if reverse else tensors), 30)
+        return await_manifest(writer.gather(next(version), tensors[::-1] if reverse else tensors), HANG_S)
 
     yield gather
     writer.close()

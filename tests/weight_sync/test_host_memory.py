@@ -32,10 +32,10 @@ from recipe.async_pipeline.weight_sync.segment import Segment
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from recipe.async_pipeline.weight_sync.shares import Bucket
 from recipe.async_pipeline.weight_sync.transport import Relayed, header_of
+from tests import HANG_S
 from tests.fakes.buckets import SIZES, manifest, payload, read, whole
 
 FIRST, SECOND, THIRD = (Reader(f"replica {i}", os.getpid(), 0.0) for i in range(3))
-LIMIT_S = 30.0
 Spoil = Callable[[Bucket, int, bytes], bytes]
 
 
@@ -62,7 +62,7 @@ class Trainer:
         return header_of(manifest(self.version), bucket.sequence), self.spoil(bucket, attempt, data)
 
 
-def request(trainer: Trainer, timeout_s: float = LIMIT_S) -> VersionRequest:
+def request(trainer: Trainer, timeout_s: float = HANG_S) -> VersionRequest:
     return VersionRequest(ticket(trainer.version), [trainer], timeout_s)
 
 
@@ -197,9 +197,9 @@ async def test_the_trainers_host_maps_its_memory_and_checks_it_once(monkeypatch:
                 values = torch.full((3000,), float(version))
                 gathered = writer.gather(version, [("w", values), ("b", values + 1)])
                 on_host = msgspec.structs.replace(gathered, host="here")
-                await asyncio.to_thread(await_manifest, on_host, LIMIT_S)
+                await asyncio.to_thread(await_manifest, on_host, HANG_S)
                 monkeypatch.setattr(Segment, "checksum", counted)
-                wanted = VersionRequest(on_host, [Trainer(version)], LIMIT_S)
+                wanted = VersionRequest(on_host, [Trainer(version)], HANG_S)
                 found = [await memory.fetch(wanted, reader) for reader in (FIRST, SECOND)]
                 monkeypatch.undo()
                 assert found[0] == found[1]
@@ -219,13 +219,13 @@ async def test_a_bucket_that_stays_corrupt_on_the_trainers_host_is_an_error(
         writer = ArenaWriter(4096, 2, None)
         try:
             on_host = msgspec.structs.replace(writer.gather(0, [("w", torch.ones(9))]), host="here")
-            found = await asyncio.to_thread(await_manifest, on_host, LIMIT_S)
+            found = await asyncio.to_thread(await_manifest, on_host, HANG_S)
             segment = Segment(found.buckets[0].segment, 36, create=False)
             segment.bytes[3] ^= 1
             with pytest.raises(CorruptionError, match="is corrupt"):
-                await memory.fetch(VersionRequest(on_host, [Trainer(0)], LIMIT_S), FIRST)
+                await memory.fetch(VersionRequest(on_host, [Trainer(0)], HANG_S), FIRST)
             segment.bytes[3] ^= 1
-            await memory.fetch(VersionRequest(on_host, [Trainer(0)], LIMIT_S), FIRST)
+            await memory.fetch(VersionRequest(on_host, [Trainer(0)], HANG_S), FIRST)
             segment.close()
         finally:
             writer.close()
@@ -283,7 +283,7 @@ def wanted(hosts: dict[str, Host], origin: Trainer, names: tuple[str, ...], host
     parent = parent_of(names, host)
     root = Link(hosts, origin, names, names[0])
     relay = None if parent in (None, names[0]) else Link(hosts, origin, names, str(parent))
-    return VersionRequest(ticket(origin.version, names[0]), [Relayed(root, relay)], LIMIT_S)
+    return VersionRequest(ticket(origin.version, names[0]), [Relayed(root, relay)], HANG_S)
 
 
 async def distributed(

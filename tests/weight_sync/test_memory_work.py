@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.weight_sync import memory_work
 from recipe.async_pipeline.weight_sync.memory_work import apart, checksum, copy_all, copy_in_background
+from tests import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +144,7 @@ def test_a_child_process_has_its_own_threads() -> None:
     found: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
     child = context.Process(target=_hash, args=(data, found))
     child.start()
-    child.join(20)
+    child.join(HANG_S)
     if child.is_alive():
         child.kill()
         pytest.fail("the child waits for threads that only its parent has")

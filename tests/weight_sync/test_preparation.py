@@ -12,6 +12,7 @@ import pytest
 
 from recipe.async_pipeline.errors import CorruptionError, WeightSyncError
 from recipe.async_pipeline.weight_sync.preparation import Preparation, to_the_end
+from tests import HANG_S
 
 pytestmark = pytest.mark.virtual_time
 
@@ -114,7 +115,7 @@ def test_a_thread_is_waited_for_although_its_caller_is_cancelled() -> None:
     go, log = threading.Event(), []
 
     def work() -> int:
-        assert go.wait(30)
+        assert go.wait(HANG_S)
         log.append("the thread ends")
         return 7
 

@@ -18,6 +18,7 @@ from recipe.async_pipeline.weight_sync.segment import (
     warn_of_pageable_copies,
 )
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from tests.fakes.descriptors import open_below
 
 PAGE = mmap.PAGESIZE
 
@@ -150,20 +151,16 @@ def test_only_tensors_without_gaps_are_copied_directly() -> None:
     assert found == {memory.data_ptr(): [(32, 64), (96, 128)]}
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_segments_keep_no_descriptor() -> None:
     """A model of 70B parameters in bfloat16 has 560 of them, in a process that may open 1,024 files."""
     create_segment(64).close()  # has opened the locks
-    before = open_files()
+    before = len(open_below(SHM_DIR))
     owned = [create_segment(64) for _ in range(200)]
     read = [Segment(segment.name, 64, create=False) for segment in owned]
     try:
         for segment in owned:
             segment.reserve(64)
-        assert open_files() == before
+        assert len(open_below(SHM_DIR)) == before
     finally:
         for segment in (*owned, *read):
             segment.close()

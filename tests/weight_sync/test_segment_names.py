@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync import segment_names
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR, new_name, open_own, sweep_orphans
+from tests import HANG_S
 
 
 def test_names_are_random_and_in_this_format() -> None:
@@ -56,7 +57,7 @@ def owner(code: str, *before: str) -> Iterator[tuple[Path, subprocess.Popen[str]
 
 def is_swept_soon(path: Path) -> bool:
     """Return whether a segment is swept once the owner, which was killed, has ended."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + HANG_S
     while path.exists() and time.monotonic() < deadline:
         sweep_orphans()
     return not path.exists()

@@ -15,6 +15,7 @@ from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, He
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Manifest
 from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
+from tests import HANG_S
 
 Published = tuple[Manifest, dict[str, torch.Tensor]]
 
@@ -32,7 +33,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 def published() -> Iterator[Published]:
     """In bfloat16, as rollout engines want it; every tensor is sampled."""
     writer = ArenaWriter(512, 100, torch.bfloat16)
-    manifest = await_manifest(writer.gather(7, weights(1).items()), 10)
+    manifest = await_manifest(writer.gather(7, weights(1).items()), HANG_S)
     yield manifest, ArenaReader().tensors(manifest)
     writer.close()
 

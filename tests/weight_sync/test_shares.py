@@ -30,8 +30,8 @@ from recipe.async_pipeline.weight_sync.manifest import (
 )
 from recipe.async_pipeline.weight_sync.shares import Bucket, landing_of
 from recipe.async_pipeline.weight_sync.transport import Mapped
+from tests import HANG_S
 
-LIMIT_S = 30.0
 BUCKET_BYTES = 256
 Weights = dict[str, torch.Tensor]
 
@@ -53,7 +53,7 @@ class HostRanks:
         return found
 
     def barrier(self) -> None:
-        self._together.wait(LIMIT_S)
+        self._together.wait(HANG_S)
 
 
 class Slice(NamedTuple):
@@ -110,7 +110,7 @@ class Cluster:
 
 def mapped(ticket: WeightTicket) -> VersionRequest:
     reader = ArenaReader()
-    return VersionRequest(ticket, [Mapped(reader, share, LIMIT_S) for share in ticket.shares], LIMIT_S)
+    return VersionRequest(ticket, [Mapped(reader, share, HANG_S) for share in ticket.shares], HANG_S)
 
 
 class FromMemory:
@@ -134,7 +134,7 @@ async def received(ticket: WeightTicket) -> list[Weights]:
     first, second, third = HostMemory("first"), HostMemory("second"), HostMemory("host 0")
     request, reader = mapped(ticket), this_process("a test")
     relayed = VersionRequest(
-        ticket, [FromMemory(first, request, i) for i in range(len(ticket.shares))], LIMIT_S
+        ticket, [FromMemory(first, request, i) for i in range(len(ticket.shares))], HANG_S
     )
     try:
         found = [
@@ -218,7 +218,7 @@ def test_a_joined_version_has_the_samples_and_casts_of_one_host() -> None:
         Cluster((2, 1), torch.bfloat16),
     )
     try:
-        manifest = await_manifest(alone.gather(0, weights.items()), LIMIT_S)
+        manifest = await_manifest(alone.gather(0, weights.items()), HANG_S)
         ticket = cluster.gather(0, weights, by_rows(weights, 3))
         assert ticket.num_bytes >= sum(t.numel() * 2 for t in weights.values())
 
@@ -243,12 +243,12 @@ def test_no_host_holds_what_other_hosts_hold() -> None:
     try:
         ticket = cluster.gather(0, weights, by_rows(weights, 2))
         sizes = [
-            sum(bucket.nbytes for bucket in await_announcement(share, LIMIT_S).buckets)
+            sum(bucket.nbytes for bucket in await_announcement(share, HANG_S).buckets)
             for share in ticket.shares
         ]
         assert sizes == [64 * 64 * 2] * 2 and ticket.num_bytes == sum(sizes)
         with pytest.raises(WeightSyncError, match="v0 is spread over several training hosts"):
-            await_manifest(ticket.shares[0], LIMIT_S)
+            await_manifest(ticket.shares[0], HANG_S)
     finally:
         cluster.close()
 
@@ -258,7 +258,7 @@ def shares() -> list[Share]:
     weights, cluster = whole_weights(), Cluster((1, 1))
     try:
         ticket = cluster.gather(0, weights, by_rows(weights, 2))
-        found = [await_announcement(share, LIMIT_S) for share in ticket.shares]
+        found = [await_announcement(share, HANG_S) for share in ticket.shares]
         assert all(decode_announcement(encode(share)) == share for share in found)
         return [share for share in found if isinstance(share, Share)]
     finally:
@@ -335,8 +335,8 @@ def test_a_block_that_is_joined_in_a_wrong_place_is_noticed() -> None:
     async def main(ticket: WeightTicket) -> None:
         memory, reader = HostMemory("consumer"), ArenaReader()
         try:
-            transports = [Exchanged(reader, share, LIMIT_S) for share in ticket.shares]
-            await memory.fetch(VersionRequest(ticket, transports, LIMIT_S), this_process("a test"))
+            transports = [Exchanged(reader, share, HANG_S) for share in ticket.shares]
+            await memory.fetch(VersionRequest(ticket, transports, HANG_S), this_process("a test"))
         finally:
             await memory.close()
 

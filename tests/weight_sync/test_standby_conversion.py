@@ -13,6 +13,7 @@ from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Manifest
 from recipe.async_pipeline.weight_sync.standby_conversion import Converted, StandbyConversion, replaced
+from tests import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ def writer() -> Iterator[ArenaWriter]:
 
 def publish(writer: ArenaWriter, version: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
     weights = {"a": torch.full((2,), float(version)), "b": torch.ones(2)}
-    manifest = await_manifest(writer.gather(version, weights.items()), 30)
+    manifest = await_manifest(writer.gather(version, weights.items()), HANG_S)
     return manifest, dict(ArenaReader().tensors(manifest))
 
 

@@ -16,6 +16,7 @@ from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.copy_plan import RecordedLoad, Recorder
 from recipe.async_pipeline.weight_sync.manifest import Manifest
 from recipe.async_pipeline.weight_sync.standby_copy import StandbyCopy
+from tests import HANG_S
 
 
 class Model(torch.nn.Module):
@@ -59,7 +60,7 @@ class Bench:
         model.b.weight[5:].data.fill_(0)
 
     def publish(self, version: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
-        manifest = await_manifest(self.writer.gather(version, self.weights(version).items()), 30)
+        manifest = await_manifest(self.writer.gather(version, self.weights(version).items()), HANG_S)
         return manifest, self.reader.tensors(manifest)
 
     def check_serves(self, version: int) -> None:
@@ -161,7 +162,7 @@ class Held(RecordedLoad):
         background: bool = False,
     ) -> None:
         assert background, "the engine generates meanwhile"
-        assert self.go.wait(30)
+        assert self.go.wait(HANG_S)
         if self.error or manifest.version == self.fails_on:
             raise WeightSyncError("the device is full")
         super().copy(manifest, published, targets, background=background)

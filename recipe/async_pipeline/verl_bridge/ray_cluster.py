@@ -11,13 +11,15 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf
 from ray._private import services
+from ray._private.node import Node
 
 from ..config.paths import OWN
 from ..config.placement import Placement
@@ -25,14 +27,13 @@ from ..console import echo
 from ..errors import ConfigError
 from ..observe.summary import one_line
 from ..observe.table import MARK
+from ..processes import SLOW_START, repeat_slow_start
 from .run_config import ADDRESS, AUTO, INIT, LOCAL, VARIABLE, address_to_join
 
 OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard")
 """Arguments of `ray.init` that describe a cluster to start; most are an error when it joins one."""
 ANSWER_S = 5.0
 """Seconds for the address of a cluster to accept a connection."""
-TOO_SLOW = "timed out during startup"
-"""What Ray says if its processes have not answered after 30 s."""
 MARK_PREFIX = ".driver-"
 
 
@@ -108,23 +109,30 @@ def require_devices(resource: str, needed: int) -> None:
 
 
 def with_cause(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `ray.init` with one line about the cause above its error."""
+    """Return `ray.init` that repeats a slow start, with one line about the cause above its error."""
 
     @wraps(init)
     def with_line(*args: Any, **kwargs: Any) -> Any:
         try:
-            return init(*args, **kwargs)
+            return repeat_slow_start(partial(init, *args, **kwargs), end_failed_node)
         except Exception as error:
             remedy = (
                 "the machine was too busy for it; free some cores and repeat, or start Ray first with "
                 f"`ray start --head` and set {VARIABLE}={AUTO}"
-                if TOO_SLOW in str(error)
+                if SLOW_START in str(error).lower()
                 else "the logs in session_latest/logs of Ray's temporary folder say more"
             )
             echo(f"{MARK} cause: Ray did not start: {one_line(error)}; {remedy}")
             raise
 
     return with_line
+
+
+def end_failed_node(error: Exception) -> None:
+    """End the processes of the node whose start has raised `error`; Ray leaves them behind."""
+    for frame, _ in walk_tb(error.__traceback__):
+        for node in {value for value in frame.f_locals.values() if isinstance(value, Node)}:
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
 def mark_run_dir(run_dir: Path) -> str:

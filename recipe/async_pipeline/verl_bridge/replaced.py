@@ -62,8 +62,9 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             "ray",
             "init",
             "ray_cluster:with_cause",
-            why="an error of Ray's start has tens of lines, of which none says what to do",
-            remove_when="Ray's errors are one line with a remedy",
+            why="an error of Ray's start has tens of lines, of which none says what to do, and a busy "
+            "machine needs more than its 30 s",
+            remove_when="Ray's errors are one line with a remedy, and the time for a start can be set",
             wraps=True,
         ),
     ),

@@ -12,12 +12,13 @@ import pytest
 import ray
 
 from recipe.async_pipeline.verl_bridge.control_calls import CONTROL, GROUPS, ControlCalls, control
+from tests import HANG_S
 from tests.conftest import Load
+from tests.fakes.ray_nodes import start_ray
 
 pytestmark = pytest.mark.real_engine
 
 REQUESTS, AT_ONCE = 300, 32
-LIMIT_S = 60.0
 
 
 class Server(ControlCalls):
@@ -48,7 +49,7 @@ class Server(ControlCalls):
 
 @pytest.fixture(scope="module")
 def flood(load: Load) -> Iterator[ModuleType]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="elsewhere")
+    start_ray(namespace="elsewhere")
     try:
         yield load("recipe.async_pipeline.verl_bridge.rollout.flood")
     finally:
@@ -61,7 +62,7 @@ def started(**options: Any) -> Any:
         .options(max_concurrency=AT_ONCE, num_cpus=0, **options)
         .remote(fails="fails" in options.get("name", ""))
     )
-    ray.get(server.launch_server.remote(), timeout=LIMIT_S)
+    ray.get(server.launch_server.remote(), timeout=HANG_S)
     return server
 
 
@@ -71,10 +72,10 @@ def test_no_request_is_lost_and_checks_do_not_wait(flood: ModuleType) -> None:
     other = started(name="agent_loop_worker_0_0", namespace="job")
     server = started(name="vllm_server_1_0_2", namespace="job")
     try:
-        found = flood.flood(flood.server_at(0.99), REQUESTS, LIMIT_S)
+        found = flood.flood(flood.server_at(0.99), REQUESTS, HANG_S)
         assert (found["requests"], found["lost"]) == (REQUESTS, 0)
         assert found["checks"] >= 2
-        assert 0 < found["check_p50_s"] <= found["check_p99_s"] < LIMIT_S
+        assert 0 < found["check_p50_s"] <= found["check_p99_s"] < HANG_S
     finally:
         ray.kill(server)
         ray.kill(other)
@@ -83,7 +84,7 @@ def test_no_request_is_lost_and_checks_do_not_wait(flood: ModuleType) -> None:
 def test_lost_requests_are_counted(flood: ModuleType) -> None:
     server = started(name="fails")
     try:
-        assert flood.flood(server, AT_ONCE, LIMIT_S)["lost"] == AT_ONCE
+        assert flood.flood(server, AT_ONCE, HANG_S)["lost"] == AT_ONCE
     finally:
         ray.kill(server)
 
@@ -92,4 +93,4 @@ def test_a_dead_server_is_reported(flood: ModuleType) -> None:
     server = started()
     ray.kill(server)
     with pytest.raises(flood.FloodFailed, match="a check failed during the flood"):
-        flood.flood(server, 1, LIMIT_S)
+        flood.flood(server, 1, HANG_S)

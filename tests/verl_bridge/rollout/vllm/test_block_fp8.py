@@ -19,6 +19,7 @@ from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.element_map import View
 from recipe.async_pipeline.weight_sync.manifest import Manifest
+from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
 
@@ -63,7 +64,7 @@ class Setup:
     def publish(self) -> tuple[dict[str, torch.Tensor], Manifest]:
         self._version += 1
         weights: dict[str, torch.Tensor] = self._checkpoints.train(self.model, self._version)
-        return weights, await_manifest(self._writer.gather(self._version, weights.items()), 30)
+        return weights, await_manifest(self._writer.gather(self._version, weights.items()), HANG_S)
 
     def ranks(self, size: int) -> list[Any]:
         return [self._fake.Fp8Rank(self._folder, rank, size) for rank in range(size)]

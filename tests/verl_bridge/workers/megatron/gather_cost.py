@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import HANG_S
 from tests.verl_bridge.workers.megatron import layouts, tiny_models
 
 LAYOUTS = {
@@ -126,7 +127,7 @@ class Gathers:
         if self.ranks.rank != 0:
             return set()
         readers = {way: ArenaReader() for way in tickets}
-        read = {way: readers[way].tensors(await_manifest(ticket, 60)) for way, ticket in tickets.items()}
+        read = {way: readers[way].tensors(await_manifest(ticket, HANG_S)) for way, ticket in tickets.items()}
         parts, export = read["parts"], read["export"]
         odd = set(parts.keys() ^ export.keys())
         return odd | {
