@@ -38,7 +38,6 @@ from tests.e2e.probed_engines import ENGINES
 
 WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT_POLICIES), ("keep", "device")]
 ASKERS = 6
-HANG_S = 300.0
 MAX_LEN = 64
 SPARE = 2
 """SGLang keeps two positions of the context free."""
