@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nightly tier in ten parts: which tests have waited longest, and what the last run of each one was.
+"""The nightly tier in parts: which tests have waited longest, and what the last run of each one was.
 
-A plugin of pytest. Every run of a nightly test updates its row of the table `nightly.tsv`, which is
-committed; `--nightly-part` runs one part only.
+A plugin of pytest. `--nightly-part` runs a part of about a tenth of the tier and updates the table
+`nightly.tsv`, which is committed; no other run writes it. A merge may keep two rows for a test, of which the
+newer one counts; `python -m tests.nightly` removes the other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import pytest
 TABLE = Path("tests", "nightly.tsv")
 COLUMNS = ("test", "seconds", "run", "outcome")
 PARTS = 10
-"""Landings within which each nightly test runs, if each landing runs a part."""
+"""A part has at least this share of the tier's seconds."""
 UNKNOWN_S = 120.0
 """Assumed for a test that has no row."""
 ESTIMATED = "estimated"
@@ -43,10 +44,11 @@ Table = Mapping[str, Run]
 
 
 def read_table(path: Path) -> dict[str, Run]:
-    """Return the rows by test id; none if there is no file."""
+    """Return the rows by test id, of two the newer one; none if there is no file."""
     if not path.exists():
         return {}
     rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    rows.sort(key=lambda row: row[COLUMNS.index("run")])
     return {test: Run(float(seconds), at, outcome) for test, seconds, at, outcome in rows}
 
 
@@ -59,23 +61,24 @@ def write_table(table: Table, path: Path) -> None:
     os.replace(written, path)
 
 
-def parts_of(tests: Sequence[str], table: Table) -> list[list[str]]:
-    """Return at most `PARTS` parts of about the same seconds, the tests that have waited longest first. The
-    first part is at least as long as the mean.
+def part_of(groups: Sequence[Sequence[str]], table: Table, changed: Collection[str] = ()) -> list[str]:
+    """Return the tests to run: the ones of `changed` files, then the ones that have waited longest.
 
-    Tests without a run are before all others. Tests that have waited equally long keep their order, in which
-    the tests of a file share fixtures.
+    `groups`: the tests of the tier; the tests of a group share a fixture and stay together. Tests without a
+    run have waited longest. The part is as long as the mean, and at most one group longer.
     """
-    runs = {test: table.get(test, Run(UNKNOWN_S, "", ESTIMATED)) for test in tests}
+    runs = {test: table.get(test, Run(UNKNOWN_S, "", ESTIMATED)) for group in groups for test in group}
     size = sum(run.seconds for run in runs.values()) / PARTS
-    parts: list[list[str]] = []
-    seconds = 0.0
-    for test in sorted(tests, key=lambda test: runs[test].at):
-        if seconds >= len(parts) * size:
-            parts.append([])
-        parts[-1].append(test)
-        seconds += runs[test].seconds
-    return parts
+
+    def waited(group: Sequence[str]) -> tuple[bool, str]:
+        return group[0].partition("::")[0] not in changed, min(runs[test].at for test in group)
+
+    part: list[str] = []
+    for group in sorted(groups, key=waited):
+        if part and sum(runs[test].seconds for test in part) >= size:
+            break
+        part += group
+    return part
 
 
 def updated(table: Table, runs: Table, tier: Sequence[str] | None) -> dict[str, Run]:
@@ -89,24 +92,31 @@ def updated(table: Table, runs: Table, tier: Sequence[str] | None) -> dict[str, 
     return merged if tier is None else {test: merged[test] for test in tier if test in merged}
 
 
-def commits_since(path: Path, repository: Path) -> int:
-    """Return the number of commits since a file was changed, or 0 in a checkout without Git.
+def changed_since(path: Path, repository: Path) -> set[str]:
+    """Return the files that differ from the last commit of a file; none in a checkout without its history."""
 
-    A shallow clone has no history to count, so the id of its commit is the number.
-    """
-
-    def git(*arguments: str) -> str:
+    def git(*arguments: str) -> list[str]:
         command = ["git", *arguments]
         return subprocess.run(
             command, cwd=repository, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        ).stdout.splitlines()
 
-    if not (repository / ".git").exists():
-        return 0
-    if git("rev-parse", "--is-shallow-repository") == "true":
-        return int(git("rev-parse", "HEAD"), 16)
-    changed = git("log", "-1", "--format=%H", "--", str(path))
-    return int(git("rev-list", "--count", f"{changed}..HEAD" if changed else "HEAD"))
+    if not (repository / ".git").exists() or git("rev-parse", "--is-shallow-repository") == ["true"]:
+        return set()
+    commits = git("log", "-1", "--format=%H", "--", str(path))
+    new = git("ls-files", "--others", "--exclude-standard")
+    return {*new, *(git("diff", "--name-only", *commits) if commits else [])}
+
+
+def group_of(item: pytest.Item) -> tuple[str, str]:
+    """Return what tests have in common that share a fixture with a parameter: the file, and the parameter."""
+    definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  pytest has no public name for it
+    shared = {
+        name: value
+        for name, value in getattr(getattr(item, "callspec", None), "params", {}).items()
+        if name in definitions and definitions[name][-1].scope != "function"
+    }
+    return item.nodeid.partition("::")[0], repr(shared) if shared else item.nodeid
 
 
 def lines_of(table: Table, now: Mapping[str, str]) -> list[str]:
@@ -124,24 +134,22 @@ def lines_of(table: Table, now: Mapping[str, str]) -> list[str]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--nightly-part",
-        choices=("oldest", "commit"),
-        help="one of ten parts of the nightly tier: the tests that have waited longest, or, if the table has "
-        "not been updated, as many parts after them as there are later commits",
+        action="store_true",
+        help="a tenth of the nightly tier: tests of changed files, then those that have waited longest",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Session(config), "nightly-session")
+    if config.getoption("--nightly-part"):
+        config.pluginmanager.register(_Session(config), "nightly-session")
 
 
 class _Session:
-    """Selects a part, notes the runs of nightly tests, and shows the table."""
+    """Selects a part, notes its runs, and writes and shows the table."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._chosen: str | None = config.getoption("--nightly-part")
         self._root, self._path = config.rootpath, config.rootpath / TABLE
         self._tier: list[str] | None = None
-        self._title = "nightly tier"
         self._at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
         self._noted: set[str] = set()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -149,14 +157,12 @@ class _Session:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if self._chosen is None or not items:
-            return
-        self._tier = [item.nodeid for item in items if item.get_closest_marker("nightly")]
-        parts = parts_of(self._tier, read_table(self._path))
-        later = commits_since(self._path, self._root) if self._chosen == "commit" else 0
-        number = later % len(parts)
-        self._title = f"nightly tier, part {number + 1} of {len(parts)} by waiting time"
-        part = set(parts[number])
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        for item in nightly:
+            groups[group_of(item)].append(item.nodeid)
+        self._tier = [item.nodeid for item in nightly]
+        part = {*part_of([*groups.values()], read_table(self._path), changed_since(TABLE, self._root))}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in part])
         items[:] = [item for item in items if item.nodeid in part]
 
@@ -180,6 +186,10 @@ class _Session:
         }
         table = updated(read_table(self._path), runs, self._tier)
         write_table(table, self._path)
-        terminalreporter.section(self._title)
+        terminalreporter.section("nightly tier")
         for line in lines_of(table, self._outcomes):
             terminalreporter.write_line(line)
+
+
+if __name__ == "__main__":
+    write_table(read_table(TABLE), TABLE)

@@ -18,7 +18,7 @@ LARGE = {"run_scripts/cpu.lock.txt"}
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 TEST_SCRIPT = (REPOSITORY / "run_scripts" / "test.sh").read_text(encoding="utf-8")
 TIERS = {"--quick", *(f"--{tier}" for tier in lanes.TIERS)}
-PARTS_OF_OTHERS = {"--style", "--checks"}
+PARTS_OF_OTHERS = {"--style", "--checks", "--nightly-part"}
 
 
 def test_no_ignored_file_is_tracked() -> None:

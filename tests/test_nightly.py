@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ten parts cover the nightly tier, whether or not its table is kept up to date."""
+"""Parts cover the nightly tier: changed tests first, then the ones that have waited longest."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import REPOSITORY
-from tests.nightly import PARTS, TABLE, Run, commits_since, parts_of, read_table, updated, write_table
+from tests.nightly import PARTS, TABLE, Run, changed_since, part_of, read_table, updated, write_table
 
 TIERS = st.lists(st.integers(1, 2000), min_size=1, max_size=40).map(
     lambda seconds: {f"t{i}": Run(float(s), "2026-01-01T00:00Z", "passed") for i, s in enumerate(seconds)}
@@ -25,38 +25,53 @@ def landed(number: int) -> str:
     return f"2026-02-01T{number:02}:00Z"
 
 
+def alone(tests: Iterable[str]) -> list[list[str]]:
+    """Return groups of one test each."""
+    return [[test] for test in tests]
+
+
 @given(TIERS)
-def test_ten_landings_run_every_test_if_each_commits_the_table(tier: dict[str, Run]) -> None:
+def test_as_many_sessions_as_parts_run_every_test_if_each_commits_the_table(tier: dict[str, Run]) -> None:
     table, run = tier, set[str]()
     for number in range(PARTS):
-        part = parts_of([*tier], table)[0]
+        part = part_of(alone(tier), table)
         table = updated(table, {t: tier[t]._replace(at=landed(number)) for t in part}, [*tier])
         run.update(part)
     assert run == tier.keys()
 
 
 @given(TIERS)
-def test_ten_commits_run_every_test_even_if_none_updates_the_table(tier: dict[str, Run]) -> None:
-    parts = parts_of([*tier], tier)
-    assert len(parts) <= PARTS
-    assert sorted(test for part in parts for test in part) == sorted(tier)
-
-
-@given(TIERS)
 def test_a_part_is_a_tenth_and_at_most_one_test_more(tier: dict[str, Run]) -> None:
     tenth = sum(run.seconds for run in tier.values()) / PARTS
-    for part in parts_of([*tier], tier):
-        assert sum(tier[test].seconds for test in part[:-1]) < tenth
+    part = part_of(alone(tier), tier)
+    assert sum(tier[test].seconds for test in part[:-1]) < tenth <= sum(tier[t].seconds for t in part)
 
 
-def test_tests_without_a_run_are_first_then_the_longest_waiting() -> None:
+def test_changed_files_are_first_then_tests_without_a_run_then_the_longest_waiting() -> None:
     table = {
-        "late": Run(10, landed(2), "passed"),
-        "early": Run(10, landed(1), "passed"),
-        "guessed": Run(10, "", "estimated"),
+        "a.py::late": Run(10, landed(2), "passed"),
+        "b.py::early": Run(1000, landed(1), "passed"),
+        "c.py::guessed": Run(10, "", "estimated"),
+        "d.py::changed": Run(10, landed(3), "passed"),
     }
-    assert [part[0] for part in parts_of(["late", "early", "guessed"], table)] == ["guessed", "early", "late"]
-    assert parts_of(["late", "new"], table)[0] == ["new"]
+    assert part_of(alone(table), table, {"d.py"})[:3] == ["d.py::changed", "c.py::guessed", "b.py::early"]
+    assert part_of(alone(table), table)[0] == "c.py::guessed"
+    assert (
+        part_of(alone([*table, "e.py::new"]), {**table, "c.py::guessed": table["a.py::late"]})[0]
+        == "e.py::new"
+    )
+
+
+def test_tests_that_share_a_fixture_stay_together() -> None:
+    table = {name: Run(100, landed(day), "passed") for day, name in enumerate(("a", "b", "c", "d"), start=1)}
+    assert part_of([["b"], ["a", "d"], ["c"]], table) == ["a", "d"]
+
+
+def test_of_two_rows_of_a_test_the_newer_one_counts(tmp_path: Path) -> None:
+    """A merge may keep both."""
+    rows = [("a", "1", landed(2), "passed"), ("a", "2", landed(1), "failed"), ("a", "3", "", "estimated")]
+    (tmp_path / "table.tsv").write_text("head\n" + "".join("\t".join(row) + "\n" for row in rows))
+    assert read_table(tmp_path / "table.tsv") == {"a": Run(1, landed(2), "passed")}
 
 
 def test_a_failed_test_keeps_its_place_and_a_renamed_one_loses_its_row() -> None:
@@ -106,54 +121,79 @@ def git(tmp_path: Path) -> Git:
     return run
 
 
-def test_every_commit_after_the_table_moves_to_another_part(git: Git, tmp_path: Path) -> None:
-    table = tmp_path / "table.tsv"
-    assert commits_since(table, tmp_path / "no checkout") == 0
-    git("commit", "--quiet", "--allow-empty", "-m", "before")
-    assert commits_since(table, tmp_path) == 1
-    table.write_text("a")
+def test_files_that_differ_from_the_commit_of_the_table_have_changed(git: Git, tmp_path: Path) -> None:
+    assert changed_since(Path("table.tsv"), tmp_path / "no checkout") == set()
+    for name in ("table.tsv", "a.py", "b.py", "c.py"):
+        (tmp_path / name).write_text("a")
     git("add", ".")
-    for number in range(3):
-        git("commit", "--quiet", "--allow-empty", "-m", str(number))
-        assert commits_since(table, tmp_path) == number
+    git("commit", "--quiet", "-m", "table")
+    (tmp_path / "a.py").write_text("b")
+    git("commit", "--quiet", "-a", "-m", "later")
+    (tmp_path / "b.py").write_text("b")
+    (tmp_path / "d.py").write_text("b")
+    assert changed_since(Path("table.tsv"), tmp_path) == {"a.py", "b.py", "d.py"}
     git("clone", "--quiet", "--depth", "1", tmp_path.as_uri(), "shallow")
-    assert commits_since(table, tmp_path / "shallow") == int(git("rev-parse", "HEAD"), 16)
+    assert changed_since(Path("table.tsv"), tmp_path / "shallow") == set()
 
 
-@pytest.mark.slow
-def test_runs_are_noted_and_the_rest_is_shown(tmp_path: Path) -> None:
+@pytest.fixture
+def toy_tier(tmp_path: Path) -> Callable[..., str]:
+    """Runs pytest, with options, on a file of nightly tests that has a table; returns what it printed."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = nightly\n")
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test_it.py").write_text(
         "import pytest\n"
         "nightly = pytest.mark.nightly\n"
+        "@pytest.fixture(scope='module', params='ab')\ndef engine(request): return request.param\n"
         "@pytest.mark.parametrize('name', ['nightly'])\ndef test_default(name): pass\n"
         "@nightly\ndef test_passes(): pass\n"
+        "@nightly\n@pytest.mark.parametrize('way', '12')\ndef test_shares(engine, way): pass\n"
         "@nightly\ndef test_fails(): assert False\n"
         "@nightly\ndef test_skips(): pytest.skip('no device')\n"
         "@nightly\ndef test_recent(): assert False\n"
         "@nightly\ndef test_stops(): raise KeyboardInterrupt\n"
     )
-    path = tmp_path / TABLE
-    waited = {f"tests/test_it.py::test_{name}": Run(4000, landed(1), "passed") for name in ("recent", "gone")}
-    write_table(waited, path)
-
-    options = ("-p", "tests.nightly", "--nightly-part", "oldest", "--import-mode=importlib")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    assert "part 1 of" in done.stdout, done.stdout + done.stderr
-    found = {test.partition("::test_")[2]: run for test, run in read_table(path).items()}
-    assert {name: run.outcome for name, run in found.items()} == {
-        "passes": "passed",
-        "skips": "skipped",
-        "recent": "passed",
+    late = dict.fromkeys(("recent", "gone", "shares[a-1]", "shares[b-1]", "shares[b-2]"), landed(1))
+    waited = {
+        f"tests/test_it.py::test_{name}": Run(10 if "[" in name else 4900, at, "passed")
+        for name, at in late.items()
     }
-    assert found["recent"].at == landed(1) < found["passes"].at
+    write_table(waited, tmp_path / TABLE)
+
+    def run(*options: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "tests.nightly", "--import-mode=importlib", *options],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+        )
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_part_is_noted_and_the_rest_is_shown(toy_tier: Callable[..., str], tmp_path: Path) -> None:
+    printed = toy_tier("--nightly-part")
+    found = {test.partition("::test_")[2]: run for test, run in read_table(tmp_path / TABLE).items()}
+    assert {name: (run.outcome, run.at == landed(1)) for name, run in found.items()} == {
+        "passes": ("passed", False),
+        "skips": ("skipped", False),
+        "recent": ("passed", True),
+        # One of the two had no run, and they share an engine.
+        "shares[a-1]": ("passed", False),
+        "shares[a-2]": ("passed", False),
+        "shares[b-1]": ("passed", True),
+        "shares[b-2]": ("passed", True),
+    }
     for line in ("passed       in this run", "failed       in this run", f"passed       {landed(1)}"):
-        assert line in done.stdout, done.stdout
+        assert line in printed
+
+
+@pytest.mark.slow
+def test_only_a_part_writes_the_table(toy_tier: Callable[..., str], tmp_path: Path) -> None:
+    before = (tmp_path / TABLE).read_bytes()
+    assert "2 passed" in toy_tier("-k", "passes or default", "-m", "nightly or not nightly")
+    assert (tmp_path / TABLE).read_bytes() == before
