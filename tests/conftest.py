@@ -8,7 +8,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from pathlib import Path
@@ -64,6 +66,16 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     if missing and missing[1] in MISSING:
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: no {missing[1]}")
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Draw the same random numbers in every run, also in the fixtures of the test."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 STUCK_S = 1500.0
