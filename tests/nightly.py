@@ -135,7 +135,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--nightly-part",
         action="store_true",
-        help="a tenth of the nightly tier: tests of changed files, then those that have waited longest",
+        help="a tenth of the nightly tier: tests of changed files, then the ones that have waited longest",
     )
 
 

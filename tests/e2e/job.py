@@ -126,18 +126,19 @@ def run_job(
 
 
 def check_clean_end(
-    job: Job, strategy: str, max_lag: int, steps: int, *, responses: int = 8
+    job: Job, strategy: str, max_lag: int, steps: int, *, groups: int = 16, responses: int = 8
 ) -> dict[str, Any]:
+    """The run has trained each step, of so many groups of so many responses, and accounts for all of them."""
     assert job.status == 0, job.output[-3000:]
     summary = job.summary
     assert summary["status"] == "completed"
     assert (summary["strategy"], summary["max_lag"], summary["steps"]) == (strategy, max_lag, steps)
     assert summary["lag_max"] <= max_lag
     assert summary["served_version"] == summary["trainer_version"] == steps
-    assert summary["groups_trained"] == steps * 16
+    assert summary["groups_trained"] == steps * groups
     fates = sum(summary[f"groups_{fate}"] for fate in ("trained", "filtered", "expired", "failed"))
     assert (summary["groups_drawn"], summary["groups_in_flight"]) == (fates, 0)
-    assert summary["samples_trained"] == steps * 16 * responses
+    assert summary["samples_trained"] == steps * groups * responses
     assert summary["tensors_proved"] > 0
     assert summary["publications"] == steps + 1
     return summary

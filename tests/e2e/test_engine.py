@@ -134,7 +134,8 @@ def test_every_token_is_recorded_with_the_version_that_wrote_it(versions: dict[s
     assert found["wrong"] == []
     if way.startswith("drain"):
         assert found["boundaries"] == 0
-        assert found["answers"] >= 20, "too few to mean anything"
+        # A load waits for the answers that are being written, at any speed of the machine.
+        assert found["answers"] >= versions["publications"], "too few loads have met requests"
     else:
         assert found["boundaries"] >= versions["publications"] / 5, "too few loads have met requests"
 

@@ -36,7 +36,8 @@ def of_size(boards: int, episodes: int) -> list[str]:
 
 
 def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path: Path) -> None:
-    marks, run_dir, steps, episodes = tmp_path / "marks", tmp_path / "run", 2, 2
+    marks, run_dir = tmp_path / "marks", tmp_path / "run"
+    steps, boards, episodes = 4, 4, 4
     marks.mkdir()
     job = run_job(
         smoke_command(
@@ -51,13 +52,14 @@ def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path:
             f"{AGENTIC}.isolation=process",
             # Each of them is a process that imports gymnasium.
             f"{AGENTIC}.concurrency=6",
-            # Boards enough for each kind of failure, and few episodes on each.
-            *of_size(16, episodes),
+            # Eight boards in the order of their seeds have each kind of failure.
+            "data.shuffle=false",
+            *of_size(boards, episodes),
         ),
         run_dir,
         lake_task,
     )
-    summary = check_clean_end(job, "fully_async", 3, steps, responses=episodes)
+    summary = check_clean_end(job, "fully_async", 3, steps, groups=boards, responses=episodes)
     check_events(job)
     assert processes_of(run_dir) == [], "no environment is left"
 
