@@ -365,4 +365,4 @@ def test_the_shipped_contract_has_the_tables() -> None:
     contracts = engines.load(series.patches_dir())
     for engine in ENGINES:
         recorded = {one.name for need in contracts[engine].needs for one in need.alternatives}
-        assert table_names(engine) <= recorded, "run `python -m recipe.async_pipeline.contract.record`"
+        assert table_names(engine) <= recorded, "run `bash run_scripts/fix.sh`"

@@ -20,7 +20,7 @@ from .conftest import MakeSources
 def test_the_shipped_contract_is_current(pinned: Path) -> None:
     folder = series.patches_dir()
     shipped, now = record.load(folder), record.of_tree(pinned, folder)
-    remedy = "run `python -m recipe.async_pipeline.contract.record`"
+    remedy = "run `bash run_scripts/fix.sh`"
     assert shipped.shapes == now.shapes, remedy
     assert (shipped.unimplemented, shipped.keys) == (now.unimplemented, now.keys), remedy
 

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fix.sh` makes each kind of derived file current, and changes nothing that is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests import HANG_S, REPOSITORY, tracked_files
+
+DERIVED = (
+    "configs/async_pipeline.yaml",
+    "docs/configuration.md",
+    "patches/contract.json",
+    "tests/nightly.tsv",
+    "recipe/async_pipeline/errors.py",
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("verl") is None, reason="the contract is derived from an installed verl")
+def test_each_derived_file_is_made_current(tmp_path: Path) -> None:
+    for name in tracked_files():
+        copy = tmp_path / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, copy)
+    current = {name: (tmp_path / name).read_bytes() for name in tracked_files()}
+    for name in DERIVED:
+        path = tmp_path / name
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if name.endswith(".py"):
+            path.write_text("".join(lines).replace(" = ", "  =  "), encoding="utf-8")
+        elif name.endswith(".tsv"):
+            path.write_text("".join([*lines, lines[-1].replace("2026-", "2025-")]), encoding="utf-8")
+        else:
+            path.write_text("".join(lines[: len(lines) // 2]), encoding="utf-8")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    done = subprocess.run(
+        ["bash", "run_scripts/fix.sh"],
+        cwd=tmp_path,
+        env={**os.environ, "ASYNC_PIPELINE_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [name for name, content in current.items() if (tmp_path / name).read_bytes() != content] == []
