@@ -25,7 +25,7 @@ SMOKE = ["explain", "--config-path", str(REPOSITORY / "configs"), "--config-name
 
 @pytest.fixture(autouse=True)
 def stack(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    load("recipe.async_pipeline.verl_bridge.launch")
+    load("recipe.async_pipeline.verl_bridge.launch.prepare")
     monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 

@@ -95,7 +95,7 @@ def test_a_new_abstract_method_is_named(edited: Edited) -> None:
         )
     )
     (problem,) = found.problems
-    assert problem.what == "recipe.async_pipeline.verl_bridge.cpu_platform:PlatformCPU"
+    assert problem.what == "recipe.async_pipeline.verl_bridge.cpu.cpu_platform:PlatformCPU"
     assert problem.severity == "breaks" and "abstract methods new" in problem.detail
 
 

@@ -163,11 +163,11 @@ NOT_OF_AN_ENGINE: Mapping[str, set[str]] = {
         *("engine_kwargs", "lora_as_adapter", "max_model_len", "max_num_seqs", "tokenizer_manager"),
         "call",  # of this package's calls to the scheduler
     },
-    "verl_bridge/sglang_rules.py": {
+    "verl_bridge/rules/sglang_rules.py": {
         *("actor_rollout_ref", "expert_parallel_size", "path", "rollout", "target_modules"),
     },
     # Arguments of the command, Python's and torch's modules.
-    "verl_bridge/engine_check.py": {"engine", "models", "ranks"},
+    "lab/gpu_kit/engine_check.py": {"engine", "models", "ranks"},
     "verl_bridge/rollout/vllm/facts.py": {"__qualname__"},
     "verl_bridge/rollout/sglang/rank.py": {"synchronize"},
     "verl_bridge/rollout/vllm/prefork.py": {"abstract_sockets_supported"},

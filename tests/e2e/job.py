@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.graph import GRAPH, OPTIONAL
 from recipe.async_pipeline.core.state_machine import StageState
+from recipe.async_pipeline.lab.event_audit import audit_events
 from recipe.async_pipeline.lab.job import processes_with
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX
 

@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
-from recipe.async_pipeline.verl_bridge.engine_check import saying
+from recipe.async_pipeline.lab.gpu_kit.engine_check import saying
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import WeightTicket, encode

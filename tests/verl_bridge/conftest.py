@@ -66,7 +66,7 @@ def smoke(base: DictConfig, task: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def launch(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.launch")
+    return load("recipe.async_pipeline.verl_bridge.launch.prepare")
 
 
 def refused(launch: ModuleType, config: DictConfig, capsys: pytest.CaptureFixture[str]) -> str:

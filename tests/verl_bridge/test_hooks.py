@@ -140,7 +140,7 @@ def test_a_broken_installation_is_one_line_if_the_switch_is_set(
         """Stands where `launch` is looked for."""
 
         def find_spec(self, name: str, *args: Any) -> None:
-            if name.endswith("verl_bridge.launch"):
+            if name.endswith("verl_bridge.launch.prepare"):
                 raise broken
 
     monkeypatch.delitem(sys.modules, f"{bridge.__name__}.launch", raising=False)

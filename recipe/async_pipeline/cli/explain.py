@@ -19,12 +19,12 @@ from ..config.run_plan import as_json, describe_plan, plan_of
 from ..console import echo
 from ..contract.engines import installed
 from ..patching.verl_source import find_verl_root
-from ..verl_bridge.command_line import checked_with, composed, of_verls_entry_point
-from ..verl_bridge.config_checks import set_verls_keys
-from ..verl_bridge.engine_contract import check_engine
-from ..verl_bridge.entry_points import apply_entry_point
-from ..verl_bridge.spelling import without_unread
-from ..verl_bridge.verl_keys import has_key
+from ..verl_bridge.launch.command_line import checked_with, composed, of_verls_entry_point
+from ..verl_bridge.launch.engine_contract import check_engine
+from ..verl_bridge.launch.entry_points import apply_entry_point
+from ..verl_bridge.rules.config_checks import set_verls_keys
+from ..verl_bridge.rules.spelling import without_unread
+from ..verl_bridge.rules.verl_keys import has_key
 
 ALL = "all"
 """The value of `--knobs` without a section."""

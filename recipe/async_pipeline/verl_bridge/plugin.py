@@ -16,14 +16,14 @@ import os
 import sys
 from types import ModuleType
 
-from .plugin_state import set_loaded
+from .process.plugin_state import set_loaded
 
 
 def load() -> None:
     """Register the CPU platform before verl selects one, and the trainer when verl can. Idempotent."""
     from . import replaced
-    from .after_import import after_import
-    from .cpu_platform import register
+    from .cpu.cpu_platform import register
+    from .process.after_import import after_import
 
     register()
     if any("async_pipeline" in word for word in sys.argv):
@@ -36,8 +36,8 @@ def load() -> None:
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         # verl registers its FSDP engines for cuda and npu only; they run on CPU as they are.
         os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
-        from .cpu_overrides import install
-        from .megatron_on_demand import postpone
+        from .cpu.cpu_overrides import install
+        from .workers.megatron_on_demand import postpone
 
         install()
         postpone()

@@ -21,7 +21,7 @@ from ...gateway.conversation import Message, Said, ToolCall, tool_call
 from ...gateway.turns import CannotAppend, Form
 from ...gateway.wire import arguments_of
 from ...weight_sync.versioned_engine import FORM
-from ..ray_calls import cause_of
+from ..calls.ray_calls import cause_of
 from ..rollout.client import refuses_request
 from .answer_form import structured
 from .model_tokens import tokens_of, turn_ends

@@ -21,9 +21,9 @@ from ...errors import WeightSyncError
 from ...weight_sync.fleet import Fleet
 from ...weight_sync.manifest import WeightTicket
 from ...weight_sync.versioned_engine import LoadMode
-from ..direct_calls import ConnectionLost, DirectCaller
-from ..host_memory_service import HostMemories, MemoryServices
-from ..ray_calls import ASK_S, cause_of, got
+from ..calls.direct_calls import ConnectionLost, DirectCaller
+from ..calls.ray_calls import ASK_S, cause_of, got
+from ..weights.host_memory_service import HostMemories, MemoryServices
 from .device_holder import node_id
 
 

@@ -28,10 +28,10 @@ from ...weight_sync.preparation import Preparation
 from ...weight_sync.staging import await_staged
 from ...weight_sync.versioned_engine import Loaded, LoadMode, Salts, VersionedEngine, recorded_spans
 from ..agent_loop.partial_rollouts import as_array
-from ..control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
-from ..direct_calls import Address, DirectCalls
-from ..host_memory_service import HostMemories
-from ..paced_starts import PacedStarts
+from ..calls.control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
+from ..calls.direct_calls import Address, DirectCalls
+from ..calls.paced_starts import PacedStarts
+from ..weights.host_memory_service import HostMemories
 
 T = TypeVar("T")
 

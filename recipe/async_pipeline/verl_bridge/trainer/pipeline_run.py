@@ -54,15 +54,15 @@ from ...observe.watchdog import Watchdog
 from ...redaction import redacted
 from ...stages.custom import insert_custom_stages
 from ...weight_sync.manifest import WeightTicket
-from .. import sample_store
 from ..agent_loop.manager import PushAgentLoopManager
-from ..diffusers_rules import draws_images
-from ..garbage import present_objects_frozen
-from ..interrupts import until_cancelled
+from ..launch.run_config import knobs_of, runtime_of
+from ..process.garbage import present_objects_frozen
+from ..process.interrupts import until_cancelled
 from ..rollout.elasticity import Elasticity
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import room_by_node
-from ..run_config import knobs_of, runtime_of
+from ..rules.diffusers_rules import draws_images
+from ..store import sample_store
 from . import checkpoint_contents
 from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups

@@ -13,9 +13,9 @@ from ...core.schedule import Schedule
 from ...errors import ConfigError
 from ...redaction import hide_in_output
 from ...strategies import load_class
-from ..ray_cluster import require_run_dir
+from ..launch.ray_cluster import require_run_dir
+from ..launch.run_config import runtime_of
 from ..rollout.server_manager import PipelineServerManager
-from ..run_config import runtime_of
 from . import flow_advantages  # noqa: F401  registers its estimator with verl
 from .strategy_trainers import TRAINERS
 from .terminal import say

@@ -16,11 +16,11 @@ from ...core.schedule import Schedule
 from ...observe.summary import causes
 from ...patching.patched_tree import require_known
 from ...patching.verl_source import find_verl_root
-from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .. import replaced
 from ..agent_loop import template_check
-from ..plugin_state import require_loaded
-from ..sample_store import count_cores_once
+from ..process.plugin_state import require_loaded
+from ..store.sample_store import count_cores_once
+from ..weights import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .pipeline_run import PipelineRun
 from .prompt_source import PromptSource, require_a_batch
 from .reward_columns import file_writer, numbers_or_text

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import ProofError, WeightSyncError
 from ...weight_sync.manifest import WeightTicket
-from ..host_memory_service import HostMemories
+from ..weights.host_memory_service import HostMemories
 
 
 class PolicyCopy:

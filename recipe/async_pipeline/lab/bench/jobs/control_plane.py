@@ -27,8 +27,8 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from ....core.items import Publication, StepBatch
 from ....core.schedule import Schedule
-from ....verl_bridge.control_calls import GROUPS
-from ....verl_bridge.direct_calls import DirectCaller
+from ....verl_bridge.calls.control_calls import GROUPS
+from ....verl_bridge.calls.direct_calls import DirectCaller
 from ....verl_bridge.rollout.bounded_replica import BoundedReplica
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
 from ....verl_bridge.trainer.generation import PARTITION

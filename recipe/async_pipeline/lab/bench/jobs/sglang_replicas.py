@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from ....verl_bridge.control_calls import GROUPS
+from ....verl_bridge.calls.control_calls import GROUPS
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
 from ....verl_bridge.rollout.sglang import scheduler as children
 from ....verl_bridge.rollout.sglang.replica import PipelineSGLangReplica

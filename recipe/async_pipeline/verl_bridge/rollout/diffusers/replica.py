@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import RolloutReplica
 
-from ...control_calls import GROUPS
+from ...calls.control_calls import GROUPS
 from ..standalone_replica import StandaloneReplica
 from .server import PipelineDiffusersServer
 

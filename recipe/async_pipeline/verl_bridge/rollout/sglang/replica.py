@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
 
-from ...control_calls import GROUPS
+from ...calls.control_calls import GROUPS
 from ..standalone_replica import StandaloneReplica
 from .server import PipelineSGLangServer
 

@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from ...control_calls import GROUPS
-from ...cpu_platform import is_cpu
+from ...calls.control_calls import GROUPS
+from ...cpu.cpu_platform import is_cpu
 from ..standalone_replica import StandaloneReplica
 from . import prefork
 from .server import PipelineVLLMServer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 FILES: Mapping[str, str] = {
-    "verl_bridge/engine_check.py": "verify_gpu.sh",
+    "lab/gpu_kit/engine_check.py": "verify_gpu.sh",
     "lab/bench/jobs/weight_sync_worker.py": "benchmarks",
     "verl_bridge/replaced.py": "weight load",
     "verl_bridge/rollout/served_layout.py": "proof",
