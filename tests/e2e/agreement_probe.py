@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import encode
 from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 from tests.e2e.weights import saved_weights

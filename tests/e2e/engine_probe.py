@@ -24,9 +24,9 @@ from recipe.async_pipeline.errors import AsyncPipelineError
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter
 from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import PipelineWorkerExtension
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of, unfused
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import encode
 from tests import HANG_S
 
 NAME = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"

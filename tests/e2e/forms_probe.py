@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Form
 from recipe.async_pipeline.verl_bridge.agent_loop.answer_form import structured
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
-from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import encode
 from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 

@@ -20,7 +20,7 @@ from recipe.async_pipeline.core.graph import GRAPH, OPTIONAL
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.lab.event_audit import audit_events
 from recipe.async_pipeline.lab.job import processes_with
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = float(os.environ.get("ASYNC_PIPELINE_TEST_LIMIT_S", "1500"))

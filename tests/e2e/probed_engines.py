@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.weight_sync.versioned_engine import FORM, Loaded, Salts, VersionedEngine
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import FORM, Loaded, Salts, VersionedEngine
 from tests import HANG_S
 
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"

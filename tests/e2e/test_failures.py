@@ -19,7 +19,7 @@ import pytest
 
 from recipe.async_pipeline.lab.event_audit import audit_events
 from recipe.async_pipeline.observe.ledger_file import audit_file
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX, SHM_DIR
 from tests import HANG_S
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import (

@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM
 
 from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.lab.gpu_kit.engine_check import saying
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket, encode
-from recipe.async_pipeline.weight_sync.staging import await_staged
-from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
+from recipe.async_pipeline.weight_sync.engine.staging import await_staged
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket, encode
 from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 

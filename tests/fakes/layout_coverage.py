@@ -98,9 +98,9 @@ def coverage(name: str, folder: Path, engine: Any) -> dict[str, Any]:
 
     `engine` is the module with `ranks_of`, which makes new adapters of a replica, and `checkpoint_name`.
     """
-    from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-    from recipe.async_pipeline.weight_sync.board import await_manifest
-    from recipe.async_pipeline.weight_sync.map_check import check_map
+    from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+    from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+    from recipe.async_pipeline.weight_sync.proof.proof.map_check import check_map
     from tests.fakes import checkpoints
     from tests.fakes.adapter_contract import prove_first
 

@@ -19,12 +19,17 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from recipe.async_pipeline.weight_sync.arena import ArenaReader
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, VersionRequest
-from recipe.async_pipeline.weight_sync.host_slots import this_process
-from recipe.async_pipeline.weight_sync.manifest import Announcement, Failure, decode_announcement, joined
-from recipe.async_pipeline.weight_sync.shares import Bucket
-from recipe.async_pipeline.weight_sync.transport import header_of
+from recipe.async_pipeline.weight_sync.hosts.host_memory import HostMemory, VersionRequest
+from recipe.async_pipeline.weight_sync.hosts.host_slots import this_process
+from recipe.async_pipeline.weight_sync.hosts.shares import Bucket
+from recipe.async_pipeline.weight_sync.hosts.transport import header_of
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader
+from recipe.async_pipeline.weight_sync.memory.manifest import (
+    Announcement,
+    Failure,
+    decode_announcement,
+    joined,
+)
 from tests import HANG_S, REPOSITORY
 from tests.fakes.waiting import until
 

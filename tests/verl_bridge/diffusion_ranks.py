@@ -37,8 +37,8 @@ from recipe.async_pipeline.verl_bridge.workers.diffusion_model import (
 )
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks
 from recipe.async_pipeline.verl_bridge.workers.shards import held_by
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from tests import HANG_S
 from tests.fakes.adapter_contract import prove_first
 from tests.fakes.forked_ranks import fork_ranks

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, part_of
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_announcement
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket, encode
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_announcement
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket, encode
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX, SHM_DIR
 from tests import HANG_S
 from tests.fakes.forked_ranks import fork_ranks
 from tests.fakes.sharded_model import VERSIONS, make_model, train

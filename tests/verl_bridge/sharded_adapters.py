@@ -19,9 +19,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, assembled, held_by
 from recipe.async_pipeline.verl_bridge.workers.training_worker import PipelineWorker
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
+from recipe.async_pipeline.weight_sync.engine.shard_load import load_parts, prove_parts, require_same_adapter
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from tests import HANG_S
 
 

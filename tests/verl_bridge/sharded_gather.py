@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, part_of
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Manifest
-from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.engine.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
 from tests import HANG_S
 from tests.fakes.sharded_model import make_model
 

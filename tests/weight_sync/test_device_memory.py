@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Manifest, WeightTicket
-from recipe.async_pipeline.weight_sync.memory_work import copy_all
-from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.engine.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter, HeldBlock
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest, WeightTicket
+from recipe.async_pipeline.weight_sync.memory.memory_work import copy_all
 from tests import HANG_S
 from tests.fakes.simulated_device import DEVICE, SimulatedDevice, WrongMemory, simulated_device
 

@@ -19,7 +19,7 @@ from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.lab.bench import two_hosts
 from recipe.async_pipeline.lab.bench.runner import JobFailed
 from recipe.async_pipeline.lab.bench.two_hosts import Host, TwoHosts
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX
 from tests import HANG_S
 from tests.fakes.private_mounts import may_unshare
 from tests.fakes.waiting import until

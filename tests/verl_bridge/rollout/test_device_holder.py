@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from recipe.async_pipeline.verl_bridge.rollout.device_holder import DeviceReservation, ReservedDevice
-from recipe.async_pipeline.weight_sync.host_slots import SAME_START_S
+from recipe.async_pipeline.weight_sync.hosts.host_slots import SAME_START_S
 from tests import HANG_S, REPOSITORY
 
 

@@ -14,8 +14,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.verl_bridge.store.object_store_transport import FromService, Route
-from recipe.async_pipeline.weight_sync.manifest import Manifest, WeightTicket, encode, joined
-from recipe.async_pipeline.weight_sync.shares import Bucket
+from recipe.async_pipeline.weight_sync.hosts.shares import Bucket
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest, WeightTicket, encode, joined
 
 pytestmark = pytest.mark.real_engine
 TICKET = WeightTicket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.0, host="a" * 20)

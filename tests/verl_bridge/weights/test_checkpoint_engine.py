@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR, new_name
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX, SHM_DIR, new_name
 from tests import HANG_S
 from tests.conftest import Load
 

@@ -26,11 +26,11 @@ from recipe.async_pipeline.verl_bridge.weights.host_memory_service import (
     MemoryServices,
     close_and_kill,
 )
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.host_memory import HostStatus
-from recipe.async_pipeline.weight_sync.host_slots import this_process
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
-from recipe.async_pipeline.weight_sync.receiver import BucketVerdict
+from recipe.async_pipeline.weight_sync.hosts.host_memory import HostStatus
+from recipe.async_pipeline.weight_sync.hosts.host_slots import this_process
+from recipe.async_pipeline.weight_sync.hosts.receiver import BucketVerdict
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 from tests import HANG_S
 from tests.fakes.ray_nodes import add_node, start_cluster
 from tests.fakes.waiting import until

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.async_pipeline.weight_sync.arena import HeldBlock
+from recipe.async_pipeline.weight_sync.memory.arena import HeldBlock
 from tests import HANG_S, REPOSITORY
 from tests.conftest import Load
 from tests.fakes.private_mounts import may_unshare

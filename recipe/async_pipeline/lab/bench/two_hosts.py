@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from ...processes import SLOW_START, repeat_slow_start
-from ...weight_sync.segment_names import PREFIX
+from ...weight_sync.memory.segment_names import PREFIX
 from ..job import with_cpu_settings
 from .host_memory import BLOCK
 from .runner import JobFailed

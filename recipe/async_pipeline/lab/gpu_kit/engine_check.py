@@ -75,7 +75,7 @@ class VllmCheck:
 
         from ...verl_bridge.rollout.vllm.engine import serve_versions
         from ...verl_bridge.rollout.vllm.server import EXTENSION
-        from ...weight_sync.arena import ArenaWriter
+        from ...weight_sync.memory.arena import ArenaWriter
 
         more: dict[str, Any] = (
             {"gpu_memory_utilization": 0.3} if device == "cuda" else {"enforce_eager": True}
@@ -115,10 +115,10 @@ class VllmCheck:
         """Publish, load and prove a version."""
         from ...core.items import LoadReport
         from ...verl_bridge.rollout.vllm.engine import progress_by_name
-        from ...weight_sync.board import await_manifest
-        from ...weight_sync.manifest import encode
-        from ...weight_sync.staging import await_staged
-        from ...weight_sync.versioned_engine import Loaded
+        from ...weight_sync.engine.staging import await_staged
+        from ...weight_sync.engine.versioned_engine import Loaded
+        from ...weight_sync.memory.board import await_manifest
+        from ...weight_sync.memory.manifest import encode
 
         trained = saying(self._weights, version % self._vocabulary)
         ticket = self._writer.gather(version, trained.items())
@@ -144,7 +144,7 @@ class VllmCheck:
         """Keep one request open, and compare its tokens with the versions that are recorded for it."""
         from vllm import SamplingParams
 
-        from ...weight_sync.versioned_engine import recorded_spans
+        from ...weight_sync.engine.versioned_engine import recorded_spans
 
         params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0, detokenize=False)
         while not stop.is_set():

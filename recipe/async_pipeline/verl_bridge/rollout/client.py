@@ -20,7 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ...core.deadline import within
 from ...errors import VersionNotServed, WaitTimeout
-from ...weight_sync.versioned_engine import FORM
+from ...weight_sync.engine.versioned_engine import FORM
 from ..agent_loop.episode import current_attempt, current_episode, take_turn, taken_turns
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..calls.direct_calls import ConnectionLost, DirectActors

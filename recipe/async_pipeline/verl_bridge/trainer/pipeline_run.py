@@ -53,7 +53,7 @@ from ...observe.trackers import ServiceCalls, Trackers
 from ...observe.watchdog import Watchdog
 from ...redaction import redacted
 from ...stages.custom import insert_custom_stages
-from ...weight_sync.manifest import WeightTicket
+from ...weight_sync.memory.manifest import WeightTicket
 from ..agent_loop.manager import PushAgentLoopManager
 from ..launch.run_config import knobs_of, runtime_of
 from ..process.garbage import present_objects_frozen

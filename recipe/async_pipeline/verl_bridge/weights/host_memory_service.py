@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One actor on each host that owns the weight versions there; see `weight_sync/host_memory.py`.
+"""One actor on each host that owns the weight versions there; see `weight_sync/hosts/host_memory.py`.
 
 The trainer starts a service on each node with a consumer of weights (`MemoryServices`), and hands all
 consumers the same `HostMemories`, through which each asks the service of its node. The actor's process
@@ -19,12 +19,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from ...core.deadline import within
 from ...errors import WaitTimeout, WeightSyncError
-from ...weight_sync.board import await_announcement
-from ...weight_sync.host_memory import HostMemory, HostStatus, VersionRequest
-from ...weight_sync.host_slots import Reader
-from ...weight_sync.manifest import Manifest, WeightTicket, decode, encode
-from ...weight_sync.segment_names import sweep_orphans
-from ...weight_sync.shares import Bucket
+from ...weight_sync.hosts.host_memory import HostMemory, HostStatus, VersionRequest
+from ...weight_sync.hosts.host_slots import Reader
+from ...weight_sync.hosts.shares import Bucket
+from ...weight_sync.memory.board import await_announcement
+from ...weight_sync.memory.manifest import Manifest, WeightTicket, decode, encode
+from ...weight_sync.memory.segment_names import sweep_orphans
 from ..calls.ray_calls import got
 from ..store.object_store_transport import Route
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ProofError, WeightSyncError
-from ...weight_sync.manifest import WeightTicket
+from ...weight_sync.memory.manifest import WeightTicket
 from ..weights.host_memory_service import HostMemories
 
 

@@ -16,7 +16,7 @@ from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, StepEngine
 from recipe.async_pipeline.errors import EngineDeadError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.diffusers.engine import DiffusersEngine, DrawnImage
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import Loaded, VersionedEngine, recorded_spans
 from tests import HANG_S
 from tests.fakes.tiny_flow import Field, requests
 

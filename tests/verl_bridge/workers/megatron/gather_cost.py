@@ -73,7 +73,7 @@ class Gathers:
 
     def __init__(self, engine: Any) -> None:
         from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks
-        from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+        from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 
         self.engine, self.ranks = engine, TrainingRanks("this host")
         self._parts = ArenaWriter(BUCKET_BYTES, 16, torch.float32, self.ranks)
@@ -121,8 +121,8 @@ class Gathers:
 
     def differing(self, tickets: dict[str, Any]) -> set[str]:
         """Return the tensors that the two ways published differently, once their checksums are computed."""
-        from recipe.async_pipeline.weight_sync.arena import ArenaReader
-        from recipe.async_pipeline.weight_sync.board import await_manifest
+        from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader
+        from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 
         if self.ranks.rank != 0:
             return set()

@@ -35,7 +35,7 @@ from ....verl_bridge.trainer.generation import PARTITION
 from ....verl_bridge.trainer.pipeline_run import PipelineRun
 from ....verl_bridge.trainer.sample_metrics import SampleMeters
 from ....verl_bridge.trainer.verl_trainer import VerlTrainer
-from ....weight_sync.manifest import WeightTicket
+from ....weight_sync.memory.manifest import WeightTicket
 from ..control_plane import CHECK, END, ENGINE, LOOP, SERVED, TRAINED
 from ..loop_lag import LagMeter
 from ..spans import of_this_job
