@@ -18,6 +18,8 @@ DERIVED = (
     "configs/async_pipeline.yaml",
     "docs/configuration.md",
     "patches/contract.json",
+    "patches/engines.json",
+    "contrib/verl_recipe/async_pipeline/REQUIRED_VERL.txt",
     "tests/nightly.tsv",
     "recipe/async_pipeline/errors.py",
 )
@@ -51,3 +53,22 @@ def test_each_derived_file_is_made_current(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [name for name, content in current.items() if (tmp_path / name).read_bytes() != content] == []
+
+
+def test_a_step_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "run_scripts", tmp_path / "run_scripts")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *format*|*reference*) exit 1 ;; esac\n', encoding="utf-8")
+    python.chmod(0o700)
+    done = subprocess.run(
+        ["bash", "run_scripts/fix.sh"],
+        cwd=tmp_path,
+        env={**os.environ, "ASYNC_PIPELINE_PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    steps = [line for line in done.stdout.splitlines() if line.startswith("== ")]
+    assert steps == ["== lint", "== format", "== knobs", "== contract", "== copies", "== nightly"]
+    # The folder has nothing to copy.
+    assert done.returncode == 1 and done.stderr.endswith("failed: format knobs copies\n")

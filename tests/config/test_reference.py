@@ -14,7 +14,6 @@ from recipe.async_pipeline.config.foreign_keys import Draft
 from recipe.async_pipeline.config.names import flattened
 from recipe.async_pipeline.config.paths import OWN, select
 from recipe.async_pipeline.config.reference import (
-    COMMAND,
     DOCS,
     YAML,
     render_docs,
@@ -31,7 +30,7 @@ from tests.fakes.alias_values import UNDERSTOOD, WITH_OTHERS
 @pytest.mark.parametrize(("path", "render"), [(YAML, render_yaml), (DOCS, render_docs)])
 def test_a_rendered_file_is_up_to_date(path: Any, render: Any) -> None:
     written = (REPOSITORY / path).read_text(encoding="utf-8")
-    assert written == render(), f"{path} differs from the docstrings of the knobs; run `{COMMAND}`"
+    assert written == render(), f"{path} differs from the knobs; run `bash run_scripts/fix.sh`"
 
 
 def test_the_yaml_has_every_knob_with_its_default() -> None:

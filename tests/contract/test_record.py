@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.contract import record, trees
+from recipe.async_pipeline.contract import engines, record, trees
 from recipe.async_pipeline.contract.shapes import shape_of
 from recipe.async_pipeline.contract.uses import uses_of
 from recipe.async_pipeline.errors import ContractError
@@ -90,3 +90,19 @@ def test_a_damaged_contract_is_refused(tmp_path: Path, text: str | None) -> None
         (tmp_path / record.FILE).write_text(text)
     with pytest.raises(ContractError, match="is not a contract"):
         record.load(tmp_path)
+
+
+def test_engines_in_conflict_are_recorded_if_all_are_installed(tmp_path: Path) -> None:
+    shipped = engines.load(series.patches_dir())
+    file = tmp_path / engines.FILE
+    file.write_text("<<<<<<< HEAD\n" + engines.as_text(list(shipped.values())), encoding="utf-8")
+    assert record.of_all_engines(shipped, tmp_path) == list(shipped.values())
+    with pytest.raises(ContractError, match="is not a contract"):
+        record.of_all_engines({"vllm": shipped["vllm"]}, tmp_path)
+
+
+def test_engines_that_are_not_installed_keep_their_record(tmp_path: Path) -> None:
+    shipped = engines.load(series.patches_dir())
+    vllm = {"vllm": shipped["vllm"]}
+    assert record.of_all_engines(vllm, series.patches_dir()) == list(shipped.values())
+    assert record.of_all_engines(vllm, tmp_path) == [shipped["vllm"]]

@@ -83,8 +83,21 @@ def _python_prose(source: str) -> Iterator[str]:
 
 
 def dialect_in(name: str) -> list[str]:
-    text = prose(name, (REPOSITORY / name).read_text(encoding="utf-8"))
+    source = (REPOSITORY / name).read_text(encoding="utf-8")
+    text = prose(name, source) if may_have_dialect(source) else ""
     return [f"{name}: …{text[max(0, hit.start() - 30) : hit.end() + 20]}…" for hit in WORDS.finditer(text)]
+
+
+LITERAL_PREFIX = re.compile(r"\b[bfru]{1,2}(?=[\"'])", re.IGNORECASE)
+NO_WORD = re.compile(r"[^A-Za-z0-9']+")
+
+
+def may_have_dialect(source: str) -> bool:
+    """Return whether the words of a file match, including its code.
+
+    Much faster than the prose of each file.
+    """
+    return WORDS.search(NO_WORD.sub(" ", LITERAL_PREFIX.sub("", source))) is not None
 
 
 @pytest.mark.slow
@@ -105,7 +118,7 @@ def test_the_repository_uses_plain_english() -> None:
     ],
 )
 def test_dialect_is_found_across_lines_and_in_names(name: str, text: str) -> None:
-    assert WORDS.search(prose(name, text))
+    assert may_have_dialect(text) and WORDS.search(prose(name, text))
 
 
 @pytest.mark.parametrize(

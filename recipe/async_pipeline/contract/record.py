@@ -17,7 +17,7 @@ from typing import Any
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.patching import series, verl_source
 
-from . import config_keys, engines, trees
+from . import config_keys, declared, engines, trees
 from .shapes import shape_of
 from .sources import Sources
 from .uses import Use, own_of, subclasses, uses_of
@@ -108,6 +108,20 @@ def load(folder: Path) -> Contract:
         ) from None
 
 
+def of_all_engines(
+    installed: Mapping[str, engines.EngineContract], folder: Path
+) -> list[engines.EngineContract]:
+    """Return the contracts of installed engines, and from `folder/engines.json` the ones of the others.
+
+    The file is read only if an engine is not installed: a merge may have left it in conflict.
+
+    Raises ContractError if the file must be read and is not a contract.
+    """
+    is_needed = (folder / engines.FILE).is_file() and not installed.keys() >= set(declared.ENGINES)
+    known = engines.load(folder) if is_needed else {}
+    return list({**known, **installed}.values())
+
+
 def main() -> None:
     """Write the contract with the pinned tree, or with the one of another pin, and with the engines."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -119,8 +133,7 @@ def main() -> None:
     (folder / FILE).write_text(as_text(of_tree(root, folder)), encoding="utf-8")
     found = {engine.name: engines.record(engine) for engine in engines.installed()}
     file = series.patches_dir() / engines.FILE
-    known = engines.load(file.parent) if file.is_file() else {}
-    file.write_text(engines.as_text(list({**known, **found}.values())), encoding="utf-8")
+    file.write_text(engines.as_text(of_all_engines(found, file.parent)), encoding="utf-8")
 
 
 if __name__ == "__main__":
