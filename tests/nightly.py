@@ -3,7 +3,7 @@
 
 A plugin of pytest. `--nightly-part` runs a part of about a tenth of the tier and updates the table
 `nightly.tsv`, which is committed; no other run writes it. A merge may keep two rows for a test, of which the
-newer one counts; `python -m tests.nightly` removes the other.
+newer one counts; `python -m tests.nightly` removes the other, and the rows of tests that are gone.
 """
 
 from __future__ import annotations
@@ -191,5 +191,13 @@ class _Session:
             terminalreporter.write_line(line)
 
 
+def exists(test: str, repository: Path) -> bool:
+    """Return whether a file still defines the function of a test."""
+    file, _, name = test.partition("::")
+    path = repository / file
+    return path.is_file() and f"def {name.partition('[')[0]}(" in path.read_text(encoding="utf-8")
+
+
 if __name__ == "__main__":
-    write_table(read_table(TABLE), TABLE)
+    kept = {test: run for test, run in read_table(TABLE).items() if exists(test, Path())}
+    write_table(kept, TABLE)
