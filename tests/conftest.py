@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import random
 import re
 import sys
@@ -21,12 +22,16 @@ import pytest
 from hypothesis import settings
 
 from recipe.async_pipeline.core.clock import run_virtual
+from tests import HANG_S
 
 pytest_plugins = ["tests.nightly"]
 
 # The same examples in every run, nothing left on disk, no clock: a busy machine must not fail a test.
 settings.register_profile("schedules", max_examples=60, deadline=None, database=None, derandomize=True)
 settings.load_profile("schedules")
+
+# Of Ray: how long a start may wait for its first process, and for an answer of it. The jobs inherit it.
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{HANG_S:.0f}")
 
 Load = Callable[[str], ModuleType]
 

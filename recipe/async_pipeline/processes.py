@@ -135,17 +135,15 @@ SLOW_START, STARTS = "timed out", 3
 def repeat_slow_start(start: Callable[[], _Started], end_rest: Callable[[Exception], object]) -> _Started:
     """Return the result of `start`, which starts a Ray node; repeat it if it times out.
 
-    `end_rest` gets the error of a start that has timed out and ends its processes. Raises the error of the
-    last start if each has timed out, and any other error at once.
+    `end_rest` gets the error of a start that has failed and ends its processes. Raises the error of the last
+    start if each has timed out, and any other error at once.
     """
     for left in reversed(range(STARTS)):
         try:
             return start()
         except Exception as error:
-            if SLOW_START not in str(error).lower():
-                raise
             end_rest(error)
-            if not left:
+            if SLOW_START not in str(error).lower() or not left:
                 raise
     raise AssertionError("unreachable")
 

@@ -34,6 +34,7 @@ class Probe:
         self.weights = model.state_dict()
         self.writer = ArenaWriter(1 << 20, 16, torch.float32)
         self.version = -1
+        self.answers = self.engine.versioned._answers
 
     async def gather(self) -> bytes:
         """Return the manifest of the next version."""
@@ -54,14 +55,12 @@ class Probe:
 
     async def answering(self) -> None:
         """Wait for a token of a response."""
-        versioned = self.engine.versioned
-        while not await versioned.written(list(versioned._answers)):  # noqa: ASYNC110
+        while not await self.engine.versioned.written(list(self.answers)):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     async def sent(self, requests: int) -> None:
         """Wait until the engine has got so many requests, none of which ends."""
-        answers = self.engine.versioned._answers
-        while sum(answer.sent_before is not None for answer in answers.values()) < requests:  # noqa: ASYNC110
+        while sum(answer.sent_before is not None for answer in self.answers.values()) < requests:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     async def cached(self, prompt: list[int], session: int | None = None, tokens: int = 1) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 
 class Descriptors:
-    """Records each end of the pipes and socket pairs that this process makes after this call."""
+    """Records each end of the pipes and socket pairs that this process makes later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: set[str] = set()
@@ -35,7 +35,7 @@ class Descriptors:
         return recorded
 
     def still_open(self) -> set[str]:
-        """Return the names of the ones that this process has not closed."""
+        """Return the names of the recorded ends that are open."""
         return self.made.intersection(_open())
 
 

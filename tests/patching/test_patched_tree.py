@@ -111,12 +111,12 @@ def test_the_real_series_on_the_published_verl(published_verl: Path, monkeypatch
     patched_tree.apply(root, folder=folder)
     read, plain = list[str](), patched_tree.read_or_none
 
-    def noted(file: Path) -> bytes | None:
+    def read_or_none(file: Path) -> bytes | None:
         read.append(file.relative_to(root).as_posix())
         return plain(file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(patched_tree, "read_or_none", noted)
+        patch.setattr(patched_tree, "read_or_none", read_or_none)
         state = patched_tree.patch_state(root, folder=folder)
     assert state.overall == "applied" and len(state.files) >= 7
     assert read == [file.path for file in state.files], "every trainer runs this check at startup"

@@ -102,6 +102,18 @@ def replica_of(
             self.servers: list[Any] = []
             self.launched: list[str] = []
 
+        @property
+        def is_lost(self) -> bool:
+            return self._lost
+
+        def group_ids(self) -> set[str]:
+            """Return the ids of its placement groups."""
+            return {group.id.hex() for group in self._groups}
+
+        def record_server(self) -> None:
+            """Record what `launch_servers` records: one server, without a process to end."""
+            self._processes = [[]]
+
         async def launch_servers(self) -> None:
             self.launched += [
                 node for node, _ in await asyncio.gather(*(worker.where() for worker in self.workers))
@@ -116,8 +128,7 @@ async def test_a_replica_moves_to_another_node_once_it_has_devices(load: Load, n
 
     async def restart() -> None:
         await replica.end()
-        # What `launch_servers` records: one server, without a process to end.
-        replica._processes = [[]]
+        replica.record_server()
         await replica.start_again()
 
     await replica.init_standalone()
@@ -148,14 +159,9 @@ def check_nothing_waits() -> None:
 
 async def waits_for_devices(replica: Any, restarting: asyncio.Task[None]) -> None:
     """Wait until Ray has noticed the lost node and has too few devices for what the replica asks for."""
-    while not (replica._lost and groups_in("PENDING") & ids_of(replica)):  # noqa: ASYNC110 - only Ray knows
+    while not (replica.is_lost and groups_in("PENDING") & replica.group_ids()):  # noqa: ASYNC110 - only Ray knows
         assert not restarting.done()
         await asyncio.sleep(0.05)
-
-
-def ids_of(replica: Any) -> set[str]:
-    """Return the ids of its placement groups."""
-    return {group.id.hex() for group in replica._groups}
 
 
 def test_a_replica_of_two_nodes_moves_if_one_is_lost_and_ends_its_processes_on_the_other(
@@ -200,9 +206,9 @@ async def test_replicas_of_two_nodes_wait_for_devices_one_after_the_other(load: 
         replica._bundles = [[{"CPU": 2, "GPU": 1}]] * 2
     nodes.add()
     starts = [asyncio.create_task(replica._reserve_others()) for replica in replicas]
-    while not (ids_of(replicas[0]) & groups_in("CREATED")):  # noqa: ASYNC110 - only Ray knows
+    while not (replicas[0].group_ids() & groups_in("CREATED")):  # noqa: ASYNC110 - only Ray knows
         await asyncio.sleep(0.05)
-    assert not starts[0].done() and ids_of(replicas[1]) == set()
+    assert not starts[0].done() and replicas[1].group_ids() == set()
     nodes.add()
     await asyncio.wait_for(starts[0], HANG_S)
     replicas[0].release()

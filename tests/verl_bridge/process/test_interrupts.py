@@ -16,6 +16,7 @@ import pytest
 import ray
 
 from recipe.async_pipeline.verl_bridge.process import interrupts
+from tests import HANG_S
 from tests.fakes.ray_nodes import start_ray
 
 pytestmark = pytest.mark.real_engine
@@ -26,6 +27,12 @@ def cluster() -> Iterator[None]:
     start_ray()
     yield
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the end of a run as long as it takes on a busy machine."""
+    monkeypatch.setattr(interrupts, "END_S", HANG_S)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +95,7 @@ def test_ctrl_c_lets_the_run_write_its_files(tmp_path: Path) -> None:
     assert ray.wait([running], timeout=0)[0] == [running], "the run has ended"
 
 
-@pytest.mark.parametrize(("notice_s", "lines"), [(0.0, ["interrupted"]), (60.0, ["saved", "interrupted"])])
+@pytest.mark.parametrize(("notice_s", "lines"), [(0.0, ["interrupted"]), (HANG_S, ["saved", "interrupted"])])
 def test_sigterm_lets_the_run_write_a_checkpoint_if_there_is_time(
     tmp_path: Path, notice_s: float, lines: list[str]
 ) -> None:

@@ -256,7 +256,7 @@ def test_segments_of_a_killed_owner_disappear() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=Path(__file__).resolve().parents[3],
     )
     with owner:
         assert owner.stdout is not None

@@ -34,7 +34,7 @@ from ...patching.verl_source import find_verl_root
 from ..process.plugin_state import require_loaded
 
 VERL, TARGET = "verl", "_target_"
-PLUGIN = f"{__package__}.plugin"
+PLUGIN = "recipe.async_pipeline.verl_bridge.plugin"
 PACKAGES: Mapping[str, Mapping[str, str]] = {
     VERL: {},
     "verl.utils": {},

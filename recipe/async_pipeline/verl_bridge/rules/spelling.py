@@ -114,7 +114,7 @@ def _read(names: Collection[str], words: Iterable[str]) -> set[str]:
     if not unread:
         return set(names)
     texts = [word.partition("=")[2] for word in words if "${" in word]
-    own = (file.read_text(encoding="utf-8") for file in Path(__file__).parents[1].rglob("*.py"))
+    own = (file.read_text(encoding="utf-8") for file in Path(__file__).parents[2].rglob("*.py"))
     return {*names} - unread | {name for text in chain(texts, own) for name in unread if name in text}
 
 
