@@ -418,7 +418,7 @@ def test_the_command_runs_to_its_end_although_its_screen_is_not_read(tmp_path: P
 def test_the_command_ends_if_its_watch_is_killed() -> None:
     """Also below a shell, as most launch scripts are."""
     code = (
-        "from recipe.async_pipeline.verl_bridge import interrupts; interrupts.end_with_watch()\n"
+        "from recipe.async_pipeline.verl_bridge.process import interrupts; interrupts.end_with_watch()\n"
         f"import os, time; print({MARK!r}, os.getpid(), flush=True); time.sleep(1000)"
     )
     shell = f"{sys.executable} -c {shlex.quote(code)}; exit 0"

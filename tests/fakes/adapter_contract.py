@@ -9,8 +9,8 @@ import torch
 
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Delivered, EngineAdapter
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
-from recipe.async_pipeline.weight_sync.proof.proof.map_check import check_union
-from recipe.async_pipeline.weight_sync.proof.proof.proof import Prover, to_bytes
+from recipe.async_pipeline.weight_sync.proof.map_check import check_union
+from recipe.async_pipeline.weight_sync.proof.proof import Prover, to_bytes
 from tests.fakes.waiting import until
 
 PIECE_BYTES = 512

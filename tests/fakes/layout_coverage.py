@@ -100,7 +100,7 @@ def coverage(name: str, folder: Path, engine: Any) -> dict[str, Any]:
     """
     from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
     from recipe.async_pipeline.weight_sync.memory.board import await_manifest
-    from recipe.async_pipeline.weight_sync.proof.proof.map_check import check_map
+    from recipe.async_pipeline.weight_sync.proof.map_check import check_map
     from tests.fakes import checkpoints
     from tests.fakes.adapter_contract import prove_first
 

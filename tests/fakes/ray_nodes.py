@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from recipe.async_pipeline.processes import repeat_slow_start
-from recipe.async_pipeline.verl_bridge.launch.prepare.ray_cluster import end_failed_node
+from recipe.async_pipeline.verl_bridge.launch.ray_cluster import end_failed_node
 from tests import HANG_S
 
 

@@ -30,7 +30,7 @@ from recipe.async_pipeline.verl_bridge.rollout.sglang import cpu_stubs
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
-from recipe.async_pipeline.weight_sync.proof.proof.map_check import check_map
+from recipe.async_pipeline.weight_sync.proof.map_check import check_map
 from tests import HANG_S
 from tests.fakes import checkpoints
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first

@@ -17,7 +17,7 @@ from recipe.async_pipeline.contract import engines
 from recipe.async_pipeline.contract.engines import Difference, EngineTree
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.patching import series
-from recipe.async_pipeline.verl_bridge.launch.prepare.engine_contract import check_engine
+from recipe.async_pipeline.verl_bridge.launch.engine_contract import check_engine
 from tests import HANG_S, REPOSITORY
 from tests.fakes.engine_differences import GONE, compare_as
 from tests.verl_bridge.conftest import Smoke, refused

@@ -13,7 +13,7 @@ from recipe.async_pipeline.config.entry_points import FULLY_ASYNC
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge import hooks
-from recipe.async_pipeline.verl_bridge.launch.prepare import entry_points
+from recipe.async_pipeline.verl_bridge.launch import entry_points
 
 STOCK, OWN = object(), object()
 

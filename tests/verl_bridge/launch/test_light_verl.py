@@ -35,7 +35,7 @@ WRONG: tuple[dict[str, Any], ...] = (
 LIGHT = """
 import json, sys
 from omegaconf import OmegaConf
-from recipe.async_pipeline.verl_bridge import light_verl
+from recipe.async_pipeline.verl_bridge.launch import light_verl
 
 targets, configs = json.load(sys.stdin)
 found = {
@@ -103,7 +103,7 @@ def test_what_is_light_is_what_verl_has(
 def test_what_is_postponed_stays_in_no_module_and_leads_to_the_whole() -> None:
     code = """
 import json, sys
-from recipe.async_pipeline.verl_bridge import light_verl
+from recipe.async_pipeline.verl_bridge.launch import light_verl
 
 def tokens():
     from verl.utils import hf_tokenizer

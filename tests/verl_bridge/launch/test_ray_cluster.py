@@ -26,7 +26,7 @@ TWO_NODES = Placement((Pool("train", ("train",), (8, 8)), Pool("generate", ("gen
 @pytest.fixture
 def ray_cluster(load: Load, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module on a machine without a running cluster."""
-    module = load("recipe.async_pipeline.verl_bridge.launch.prepare.ray_cluster")
+    module = load("recipe.async_pipeline.verl_bridge.launch.ray_cluster")
     running(module, monkeypatch)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return module
@@ -184,7 +184,7 @@ class FakeNode:
 
 def test_a_start_of_ray_that_is_too_slow_is_repeated(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray leaves the processes of the first start behind."""
-    module = load("recipe.async_pipeline.verl_bridge.launch.prepare.ray_cluster")
+    module = load("recipe.async_pipeline.verl_bridge.launch.ray_cluster")
     monkeypatch.setattr(module, "Node", FakeNode)
     monkeypatch.setattr(FakeNode, "log", [])
     assert isinstance(module.with_cause(FakeNode)(), FakeNode)
@@ -209,6 +209,6 @@ def test_a_start_of_ray_that_fails_has_a_line_with_its_cause(
         raise error
 
     with pytest.raises(type(error)):
-        load("recipe.async_pipeline.verl_bridge.launch.prepare.ray_cluster").with_cause(init)(num_cpus=1)
+        load("recipe.async_pipeline.verl_bridge.launch.ray_cluster").with_cause(init)(num_cpus=1)
     said = capsys.readouterr().out
     assert said.startswith(f"{MARK} cause: Ray did not start: {type(error).__name__}: ") and remedy in said

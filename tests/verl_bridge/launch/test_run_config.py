@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.verl_bridge.launch.prepare.run_config import ReadOnce
+from recipe.async_pipeline.verl_bridge.launch.run_config import ReadOnce
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke
 
@@ -23,7 +23,7 @@ def test_knobs_and_run_state_are_read_from_a_prepared_config(
     monkeypatch.setenv("ASYNC_PIPELINE_STARTED_UNIX", "1234.5")
     config = smoke({f"{OWN}.weight_sync.verify_tensors": 4, f"{OWN}.run_dir": "mine"})
     launch.prepare(config)
-    module = load("recipe.async_pipeline.verl_bridge.launch.prepare.run_config")
+    module = load("recipe.async_pipeline.verl_bridge.launch.run_config")
     knobs, runtime = module.knobs_of(config), module.runtime_of(config)
     assert (knobs.weight_sync.verify_tensors, knobs.run_dir) == (4, "mine")
     assert (runtime.run_dir.name, runtime.run_dir.is_absolute()) == ("mine", True)

@@ -17,9 +17,9 @@ from recipe.async_pipeline.weight_sync.engine.standby_copy import StandbyCopy
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest, TensorEntry
-from recipe.async_pipeline.weight_sync.proof.proof.element_map import View
-from recipe.async_pipeline.weight_sync.proof.proof.map_check import CheckedMap, check_map
-from recipe.async_pipeline.weight_sync.proof.proof.proof import Prover
+from recipe.async_pipeline.weight_sync.proof.element_map import View
+from recipe.async_pipeline.weight_sync.proof.map_check import CheckedMap, check_map
+from recipe.async_pipeline.weight_sync.proof.proof import Prover
 from tests import HANG_S
 from tests.fakes.adapter_contract import check_loads, check_stages, deliver
 from tests.fakes.engine import (

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import ProofError, WaitTimeout, WeightSyncError
-from recipe.async_pipeline.weight_sync.fleet.fleet.fleet import RETIRE_S, Fleet
-from recipe.async_pipeline.weight_sync.fleet.fleet.keeper import ATTEMPTS, DRAIN_POLL_S
-from recipe.async_pipeline.weight_sync.fleet.fleet.registry import LATE_FACTOR, LATE_GRACE_S, ConsumerState
+from recipe.async_pipeline.weight_sync.fleet.fleet import RETIRE_S, Fleet
+from recipe.async_pipeline.weight_sync.fleet.keeper import ATTEMPTS, DRAIN_POLL_S
+from recipe.async_pipeline.weight_sync.fleet.registry import LATE_FACTOR, LATE_GRACE_S, ConsumerState
 from tests.fakes.consumers import (
     GRACE_S,
     LOAD_S,

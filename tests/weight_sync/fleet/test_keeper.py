@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from recipe.async_pipeline.weight_sync.fleet.fleet.keeper import (
+from recipe.async_pipeline.weight_sync.fleet.keeper import (
     ATTEMPTS,
     BACK_OFF_S,
     CHECK_EVERY_S,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.errors import CorruptionError, WeightSyncError
-from recipe.async_pipeline.weight_sync.fleet.fleet.preparation import Preparation, to_the_end
+from recipe.async_pipeline.weight_sync.fleet.preparation import Preparation, to_the_end
 from tests import HANG_S
 
 pytestmark = pytest.mark.virtual_time

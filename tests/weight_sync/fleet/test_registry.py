@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_pipeline.core.state_machine import next_state
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.fleet.fleet.registry import (
+from recipe.async_pipeline.weight_sync.fleet.registry import (
     CAN_SERVE,
     HAS_REQUESTS,
     LATE_FACTOR,

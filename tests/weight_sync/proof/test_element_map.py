@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.weight_sync.proof.proof.element_map import Piece, View, missing_element, overlap
+from recipe.async_pipeline.weight_sync.proof.element_map import Piece, View, missing_element, overlap
 
 CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all": lambda t: t,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.errors import ProofError
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Conversion, Delivered
 from recipe.async_pipeline.weight_sync.memory.manifest import VALUES_PER_TENSOR, Manifest, TensorEntry
-from recipe.async_pipeline.weight_sync.proof.proof.element_map import ElementMap, Piece, View
-from recipe.async_pipeline.weight_sync.proof.proof.proof import (
+from recipe.async_pipeline.weight_sync.proof.element_map import ElementMap, Piece, View
+from recipe.async_pipeline.weight_sync.proof.proof import (
     ROTATION,
     Prover,
     draw_sample,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.weight_sync.engine.copy_plan import Recorder
-from recipe.async_pipeline.weight_sync.proof.proof.element_map import ElementMap
+from recipe.async_pipeline.weight_sync.proof.element_map import ElementMap
 
 Weights = Mapping[str, torch.Tensor]
 ROWS, COLUMNS = 6, 4

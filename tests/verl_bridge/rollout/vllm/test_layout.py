@@ -15,7 +15,7 @@ from recipe.async_pipeline.errors import ProofError
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
-from recipe.async_pipeline.weight_sync.proof.proof.map_check import check_map
+from recipe.async_pipeline.weight_sync.proof.map_check import check_map
 from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
