@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From host to host: who receives a version from whom, and what is kept."""
+"""Transfers of a version from host to host, and what each host keeps."""
