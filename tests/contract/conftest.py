@@ -29,7 +29,7 @@ def sources_of(tmp_path: Path) -> MakeSources:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pinned() -> Path:
     """The root of the pinned verl."""
     try:
