@@ -126,7 +126,7 @@ def test_setup_refuses_an_engine_that_it_does_not_have() -> None:
     assert f"--engine must be one of {' '.join(releases)}, got 'vllm-0.1'" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_setup_replaces_the_environment_that_it_runs_in(tmp_path: Path) -> None:
     """Its folder was moved, so that the environment has to be made again; it is activated."""
     checkout, linked = tmp_path / "checkout", tmp_path / "linked"

@@ -115,7 +115,7 @@ def test_twenty_names_that_are_missing_at_random_are_all_reported(tested: Engine
     assert unnoticed(tested, random.Random(42).sample(renamable(contract), 20), contract) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_name_alone_is_reported(tested: EngineTree) -> None:
     contract = SHIPPED[tested.name]
     for need in renamable(contract):

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
 import sys
 
 import pytest
 
+from tests import REPOSITORY
 from tests.conftest import Load
 
 
@@ -50,6 +52,22 @@ def test_cuda_engines_are_used_on_the_cpu_platform_only(
     found = os.environ.get("VERL_ENGINE_DEVICE")
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
     assert found == after
+
+
+@pytest.mark.real_engine
+def test_on_the_cpu_platform_a_process_without_an_engine_imports_none() -> None:
+    code = (
+        "import sys, verl.trainer.ppo.v1; print(*sorted({'vllm', 'sglang', 'megatron'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "VERL_PLATFORM": "cpu"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == []
 
 
 @pytest.mark.real_engine

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from types import ModuleType
+from typing import cast
 
 from .process.plugin_state import set_loaded
 
@@ -41,6 +42,8 @@ def load() -> None:
 
         install()
         postpone()
+        # For Ascend devices. It imports vLLM, and so the compilers of torch, in every process of verl.
+        sys.modules.setdefault("verl.checkpoint_engine.hccl_checkpoint_engine", cast(ModuleType, None))
     set_loaded()
 
 
