@@ -7,6 +7,7 @@ No request ends by itself, so a control call that waits for requests never retur
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from recipe.async_pipeline.verl_bridge.calls.control_calls import (
     LOAD,
     ControlCalls,
     control,
+    server_actor,
 )
 from recipe.async_pipeline.verl_bridge.rollout.vllm import prefork
 from tests import HANG_S
@@ -100,14 +102,10 @@ def open_on(server: Any, requests: int, at_once: int) -> list[Any]:
     return refs
 
 
-def grouped() -> Any:
-    return ray.remote(concurrency_groups=dict(GROUPS))(Server)
-
-
 @pytest.mark.parametrize(("requests", "at_once"), [(4096, 1000), (64, 8)])
 @pytest.mark.parametrize("early", [False, True], ids=["plain", "started early"])
 def test_control_calls_wait_for_no_request(cluster: None, requests: int, at_once: int, early: bool) -> None:
-    server_class = grouped()
+    server_class = server_actor(Server)
     server = started(prefork.started_early(server_class) if early else server_class, at_once)
     try:
         refs = open_on(server, requests, at_once)
@@ -121,7 +119,7 @@ def test_control_calls_wait_for_no_request(cluster: None, requests: int, at_once
 
 
 def test_calls_of_one_group_hold_up_no_other_group(cluster: None) -> None:
-    server = started(grouped(), 8)
+    server = started(server_actor(Server), 8)
     try:
         refs = open_on(server, 16, 8)
         hanging = [server.load_version.remote(i, hangs=True) for i in range(2 * GROUPS[LOAD])]
@@ -142,9 +140,25 @@ async def test_in_its_own_process_a_control_call_is_a_plain_call() -> None:
 
 
 def test_errors_come_back(cluster: None) -> None:
-    server = started(grouped(), 8)
+    server = started(server_actor(Server), 8)
     try:
         with pytest.raises(KeyError):
             answered(server.give_up.remote(7))
+    finally:
+        ray.kill(server)
+
+
+def test_who_gets_a_handle_does_not_import_the_server(cluster: None) -> None:
+    home = __name__
+
+    @ray.remote
+    def call(server: Any) -> tuple[int, bool]:
+        return ray.get(server.load_version.remote(7)), home in sys.modules
+
+    server = started(server_actor(Server), 8)
+    try:
+        assert answered(call.remote(server)) == (7, False)
+        with pytest.raises(TypeError, match="versions"):
+            server.load_version.remote(3, versions=3)
     finally:
         ray.kill(server)

@@ -7,13 +7,16 @@ an event loop, while engines and asyncio objects belong to the loop of the other
 runs the method there, and only the wait for a free call is separate.
 
 Shared by the rollout servers of all engines and the agent loop workers: the class derives from
-`ControlCalls`, marks its methods with `control`, and is made an actor with `concurrency_groups=GROUPS`.
+`ControlCalls`, marks its methods with `control`, and is made an actor with `concurrency_groups=GROUPS`, a
+server by `server_actor`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
+import inspect
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -66,3 +69,43 @@ def control(group: str) -> Callable[[ControlMethod[R]], ControlMethod[R]]:
         return call
 
     return mark
+
+
+def server_actor(cls: type) -> Any:
+    """Return an actor class with the methods and calls of the server `cls`, which only its process imports.
+
+    A process that gets a handle loads the actor's class. Of a plain one, the balancer and each agent loop
+    worker would import the whole engine. `cls` must be at the top of its module, without generators.
+    """
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        module = importlib.import_module(home)
+        self._server = getattr(module, name)(*args, **kwargs)
+
+    home, name = cls.__module__, cls.__name__
+    start.__signature__ = _plain_signature(cls.__init__)  # type: ignore[attr-defined, misc]
+    methods = inspect.getmembers(cls, inspect.isfunction)
+    passed = {key: _passed_on(key, method) for key, method in methods if not key.startswith("__")}
+    return ray.remote(concurrency_groups=dict(GROUPS))(type(name, (), {**passed, "__init__": start}))
+
+
+def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls `name` of the server, with the signature and Ray's marks of `method`."""
+
+    async def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._server, name)(*args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._server, name)(*args, **kwargs)
+
+    made = answer if inspect.iscoroutinefunction(method) else call
+    marks = {key: mark for key, mark in vars(inspect.unwrap(method)).items() if key.startswith("__ray_")}
+    vars(made).update(marks, __name__=name, __signature__=_plain_signature(method))
+    return made
+
+
+def _plain_signature(method: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature without annotations, which may name types of an engine."""
+    found = inspect.signature(method)
+    plain = [one.replace(annotation=inspect.Parameter.empty) for one in found.parameters.values()]
+    return found.replace(parameters=plain, return_annotation=inspect.Signature.empty)
