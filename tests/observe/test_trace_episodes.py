@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from recipe.async_pipeline.core.events import LogRecord
+from recipe.async_pipeline.core.events import SLOWEST_TURNS, LogRecord
 from recipe.async_pipeline.observe.trace import trace_events
-from recipe.async_pipeline.observe.trace_episodes import MAX_TRACKS, TURNS, SlowestEpisode, episode_events
+from recipe.async_pipeline.observe.trace_episodes import MAX_TRACKS, SlowestEpisode, episode_events
 
 
 def answered(t: float, key: str, seconds: float, *turns: list[float]) -> LogRecord:
-    fields = {"key": key, "seconds": seconds, **({TURNS: list(turns)} if turns else {})}
+    fields = {"key": key, "seconds": seconds, **({SLOWEST_TURNS: list(turns)} if turns else {})}
     return LogRecord(t=t, role="generate", event="ANSWERED", state=None, fields=fields)
 
 

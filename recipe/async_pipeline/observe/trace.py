@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.events import LogRecord
 from ..core.replay import Lane, RunState, lane_of
-from ..errors import AsyncPipelineError, RunFilesError
+from ..errors import RunFilesError
 from .event_file import read_events
 from .trace_episodes import SlowestEpisode, TraceEvent, episode_events
 
@@ -324,11 +324,3 @@ def write_trace(run_dir: Path) -> Path:
         file.write("\n]}\n")
     os.replace(part, path)
     return path
-
-
-def leave_trace(run_dir: Path, say: Callable[[str], object]) -> None:
-    """Write the trace of a finished run; a failure is reported with `say` and does not fail the run."""
-    try:
-        write_trace(run_dir)
-    except (OSError, ValueError, AsyncPipelineError) as error:
-        say(f"no trace.json: {error}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show episodes in the trace: of each group the one that ended last, turn by turn.
 
-The event ANSWERED of a group with several turns has their times (`TURNS`). Episodes that overlap are on
+The event ANSWERED of a group with several turns has their times (`SLOWEST_TURNS`). Episodes that overlap are on
 different threads of one process of the trace; an episode encloses its turns, and what is between two turns is
 its environment, or tools.
 """
@@ -12,12 +12,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..core.events import LogRecord
+from ..core.events import SLOWEST_TURNS, LogRecord
 
-TURNS = "slowest_turns"
-"""Field of ANSWERED: start and seconds of each turn of the episode that ended last; the start is in seconds
-since the episode began.
-"""
 MAX_TRACKS = 64
 """Episodes that are shown at the same time; further ones are left out."""
 TraceEvent = dict[str, Any]
@@ -35,7 +31,7 @@ class SlowestEpisode(NamedTuple):
     @classmethod
     def of(cls, record: LogRecord) -> SlowestEpisode | None:
         """Return the episode of an ANSWERED record, or None if it has no turns."""
-        turns = record.fields.get(TURNS) or ()
+        turns = record.fields.get(SLOWEST_TURNS) or ()
         if not turns:
             return None
         start = record.t - float(record.fields["seconds"])
