@@ -8,38 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from ..core.message_queue import share_of
 from ..core.schedule import Schedule
 from ..strategies import STRATEGIES
-from .adapters import MODEL, adapter_rank, count_adapter_parameters, publishes_adapters
+from .adapters import adapter_rank, publishes_adapters
 from .episode_plan import describe_episodes
-from .model_files import count_parameters
 from .open_requests import OpenRequests
 from .paths import OWN, select
 from .placement import Placement
+from .published import arena_bytes, model_parameters, published_parameters, version_bytes
 from .rollout_correction import describe_correction, describe_loss
 from .sample_store import StoreBudget, store_budget
 from .schema import AsyncPipelineConfig
 from .training_engine import data_parallel, describe_training
 from .user_classes import base_names, class_constant, find_class
 
-ARENAS = 2
-"""Host copies of the weights on the trainer's side."""
 ORDER_OF_BASE = {"Schedule": Schedule.order} | {cls.__name__: cls.order for cls in STRATEGIES.values()}
 """The order that a custom strategy inherits, by the name of its base class."""
-ITEM_BYTES = {
-    "float32": 4,
-    "fp32": 4,
-    "float16": 2,
-    "fp16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "bf16": 2,
-    "auto": 2,
-}
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -127,9 +114,7 @@ def plan_of(
     # Engines of text take adapters at once; only `DiffusersEngine` prepares them.
     at_once = publishes_adapters(config) and select(config, f"{_ROLLOUT}.name") != "diffusers"
     staging = "host" if at_once else knobs.weight_sync.load_staging
-    parameters = count_parameters(_model(config))
-    published = _published(config, parameters)
-    nbytes = _bytes_of_a_version(config, published)
+    parameters, nbytes = model_parameters(config), version_bytes(config)
 
     return Plan(
         config=config,
@@ -160,34 +145,10 @@ def plan_of(
         ).per_replica,
         store=store_budget(config, knobs),
         parameters=parameters,
-        published_parameters=published,
-        arena_bytes=None if nbytes is None else ARENAS * nbytes,
+        published_parameters=published_parameters(config),
+        arena_bytes=arena_bytes(config),
         spare_bytes=_spare_bytes(config, staging, parameters, nbytes),
     )
-
-
-def arena_bytes(config: Mapping[str, Any]) -> int | None:
-    """Return the shared memory of the trainer's node for published weights, or None if it is unknown."""
-    nbytes = _bytes_of_a_version(config, _published(config, count_parameters(_model(config))))
-    return None if nbytes is None else ARENAS * nbytes
-
-
-def _bytes_of_a_version(config: Mapping[str, Any], parameters: int | None) -> int | None:
-    item = ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
-    return None if parameters is None else parameters * item
-
-
-def _model(config: Mapping[str, Any]) -> Path:
-    return Path(str(select(config, f"{MODEL}.path"))).expanduser()
-
-
-def _published(config: Mapping[str, Any], parameters: int | None) -> int | None:
-    """Return the parameters of a version, given the model's."""
-    if not publishes_adapters(config):
-        return parameters
-    section = select(config, MODEL)
-    targets, excluded = section.get("target_modules") or "all-linear", section.get("exclude_modules")
-    return count_adapter_parameters(_model(config), adapter_rank(config), targets, excluded)
 
 
 def _spare_bytes(
