@@ -23,7 +23,7 @@ from recipe.async_pipeline import errors
 from recipe.async_pipeline.config.paths import select
 from recipe.async_pipeline.config.schema import STRATEGY_LAG
 from recipe.async_pipeline.config.translation import resolve
-from recipe.async_pipeline.patching.verl_source import find_verl_root
+from recipe.async_pipeline.installed.verl import find_verl_root
 from tests import REPOSITORY
 from tests.source_tree import MODULES, OWN_NAME, PACKAGE, below, nodes_of, parse
 
@@ -38,7 +38,7 @@ MAY_IMPORT_STACK = (
     "lab/tasks/calculator_tool.py",
     "tools/cli/node_calls.py",
 )
-READS_FILES_ONLY = ("contract/", "patching/")
+READS_FILES_ONLY = ("installed/", "contract/", "patching/")
 """Must work on a verl that cannot be imported."""
 DECIDES = ("core/", "stages/", "strategies/")
 HEAVY = {"torch", "verl", "ray", "vllm", "sglang", "transformers"}
@@ -103,8 +103,9 @@ def test_what_decides_imports_the_standard_library_and_itself() -> None:
 GROUND = {"errors", "console", "redaction", "processes", "signatures"}
 LAYERS: Mapping[str, set[str]] = {
     "core": set(),
-    "patching": set(),
-    "contract": {"patching"},
+    "installed": set(),
+    "patching": {"installed"},
+    "contract": {"installed", "patching"},
     "diffusion": {"weight_sync"},
     "stages": {"core"},
     "strategies": {"core"},
@@ -115,8 +116,8 @@ LAYERS: Mapping[str, set[str]] = {
     "config": {"agents", "core", "strategies"},
     "checkpoint": {"config", "observe"},
     "verl_bridge": {
-        *("agents", "checkpoint", "config", "contract", "core", "diffusion", "gateway", "observe"),
-        *("patching", "stages", "strategies", "weight_sync"),
+        *("agents", "checkpoint", "config", "contract", "core", "diffusion", "gateway", "installed"),
+        *("observe", "stages", "strategies", "weight_sync"),
     },
 }
 """What each folder of a run may import; the table in docs/architecture.md. `cli` may import all of them."""

@@ -20,6 +20,7 @@ Work on files and memory, without verl or Ray:
 
     checkpoint/    what a run saves and resumes from
     weight_sync/   host arenas, manifests, publishing, and verification of every weight update
+    installed/     the verl and the engines of this machine, and whether they are the tested ones
     patching/      the series of patches and the verl tree that it applies to
 
 Execution on verl and Ray, the only importer of both:

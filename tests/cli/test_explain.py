@@ -12,8 +12,9 @@ import pytest
 
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.contract import engines
+from recipe.async_pipeline.installed.engines import EngineTree
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
+from recipe.async_pipeline.verl_bridge.launch import engine_contract
 from tests import REPOSITORY
 from tests.conftest import Load
 from tests.fakes.engine_differences import GONE, compare_as
@@ -223,8 +224,8 @@ def test_a_key_without_a_value_is_no_unknown_key(capsys: pytest.CaptureFixture[s
 def test_an_engine_that_a_run_would_refuse_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = engines.EngineTree(name="vllm", folder=Path("nowhere"), version="0.99.0")
-    monkeypatch.setattr(engines, "installed", lambda: [other])
+    other = EngineTree(name="vllm", folder=Path("nowhere"), version="0.99.0")
+    monkeypatch.setattr(engine_contract, "installed", lambda: [other])
     compare_as(monkeypatch, [GONE])
     assert main([*SMOKE, "actor_rollout_ref.rollout.name=vllm"]) == 2
     assert "got 0.99.0: vllm.v1.request:Request.num_output_tokens is missing" in capsys.readouterr().err

@@ -10,7 +10,8 @@ import pytest
 
 from recipe.async_pipeline.contract.sources import OURS, THEIRS, Sources
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.patching import series, verl_source
+from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.patching import verl_source
 
 MakeSources = Callable[[Mapping[str, str]], Sources]
 
@@ -33,8 +34,8 @@ def sources_of(tmp_path: Path) -> MakeSources:
 def pinned() -> Path:
     """The root of the pinned verl."""
     try:
-        root = verl_source.default_verl_root(series.patches_dir())
-        verl_source.check_version(root, verl_source.read_pin(series.patches_dir()))
+        root = verl_source.default_verl_root(patches_dir())
+        verl_source.check_version(root, verl_source.read_pin(patches_dir()))
     except PatchError as error:
         pytest.skip(f"reads the pinned verl: {error}")
     return root

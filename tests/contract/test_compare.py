@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.contract.compare import SUBJECTS, TreeComparison, compare
+from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.patching import series, verl_source
 
 pytestmark = pytest.mark.slow
@@ -42,18 +43,18 @@ def edited(pinned: Path, tmp_path: Path) -> Edited:
             text, number = re.subn(pattern, replacement, file.read_text("utf-8"))
             assert number, f"{pattern} is not in {path}"
             file.write_text(text, "utf-8")
-        return compare(tmp_path, series.patches_dir())
+        return compare(tmp_path, patches_dir())
 
     return run
 
 
 def test_the_pinned_verl_is_clean(pinned: Path) -> None:
-    found = compare(pinned, series.patches_dir())
+    found = compare(pinned, patches_dir())
     assert found.problems == ()
-    assert found.verl == found.pin == verl_source.read_pin(series.patches_dir()).version
+    assert found.verl == found.pin == verl_source.read_pin(patches_dir()).version
     checked = dict(found.checked)
     assert tuple(checked) == SUBJECTS
-    assert checked.pop("patches") == len(series.series_names(series.patches_dir()))
+    assert checked.pop("patches") == len(series.series_names(patches_dir()))
     assert min(checked.values()) > 8
 
 

@@ -21,7 +21,7 @@ from recipe.async_pipeline.contract import declared, engines
 from recipe.async_pipeline.contract.declared import ENGINES, PACKAGE, Alternative, Need
 from recipe.async_pipeline.contract.sources import OURS, Definition, Module, Sources, imported, own_members
 from recipe.async_pipeline.errors import ContractError
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.installed.patch_state import patches_dir
 from tests import REPOSITORY
 
 Tree = Callable[[Mapping[str, str]], Sources]
@@ -261,7 +261,7 @@ def table_names(engine: str, place: str | None = None) -> set[str]:
 
 
 OWN = Sources(roots={OURS: PACKAGE})
-VERL = json.loads((series.patches_dir() / "contract.json").read_text(encoding="utf-8"))
+VERL = json.loads((patches_dir() / "contract.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ BUILT_NAMES = {"A_buffer", "B_buffer", "A_buffer_qkv", "B_buffer_qkv"}
 
 
 def test_the_shipped_contract_has_the_tables() -> None:
-    contracts = engines.load(series.patches_dir())
+    contracts = engines.load(patches_dir())
     for engine in ENGINES:
         recorded = {one.name for need in contracts[engine].needs for one in need.alternatives}
         assert table_names(engine) <= recorded, "run `bash run_scripts/fix.sh`"

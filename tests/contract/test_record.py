@@ -11,6 +11,7 @@ from recipe.async_pipeline.contract import engines, record, trees
 from recipe.async_pipeline.contract.shapes import shape_of
 from recipe.async_pipeline.contract.uses import uses_of
 from recipe.async_pipeline.errors import ContractError
+from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.patching import series, verl_source
 
 from .conftest import MakeSources
@@ -18,7 +19,7 @@ from .conftest import MakeSources
 
 @pytest.mark.slow
 def test_the_shipped_contract_is_current(pinned: Path) -> None:
-    folder = series.patches_dir()
+    folder = patches_dir()
     shipped, now = record.load(folder), record.of_tree(pinned, folder)
     remedy = "run `bash run_scripts/fix.sh`"
     assert shipped.shapes == now.shapes, remedy
@@ -28,7 +29,7 @@ def test_the_shipped_contract_is_current(pinned: Path) -> None:
 @pytest.mark.slow
 def test_nothing_that_the_package_uses_comes_from_a_patch(pinned: Path) -> None:
     """A verl without patches has it too, as `trainer.v1.trainer_mode=async_pipeline` requires."""
-    folder = series.patches_dir()
+    folder = patches_dir()
     paths = series.load_series(folder).chains
     published = {pinned / path: verl_source.published_file(folder, path) or b"" for path in paths}
     sources = trees.sources_of(pinned, published)
@@ -79,7 +80,7 @@ class Mine(Base):
 
 
 def test_a_contract_is_read_back(tmp_path: Path) -> None:
-    contract = record.load(series.patches_dir())
+    contract = record.load(patches_dir())
     (tmp_path / record.FILE).write_text(record.as_text(contract))
     assert record.load(tmp_path) == contract and contract.shapes and contract.keys
 
@@ -93,7 +94,7 @@ def test_a_damaged_contract_is_refused(tmp_path: Path, text: str | None) -> None
 
 
 def test_engines_in_conflict_are_recorded_if_all_are_installed(tmp_path: Path) -> None:
-    shipped = engines.load(series.patches_dir())
+    shipped = engines.load(patches_dir())
     file = tmp_path / engines.FILE
     file.write_text("<<<<<<< HEAD\n" + engines.as_text(list(shipped.values())), encoding="utf-8")
     assert record.of_all_engines(shipped, tmp_path) == list(shipped.values())
@@ -102,7 +103,7 @@ def test_engines_in_conflict_are_recorded_if_all_are_installed(tmp_path: Path) -
 
 
 def test_engines_that_are_not_installed_keep_their_record(tmp_path: Path) -> None:
-    shipped = engines.load(series.patches_dir())
+    shipped = engines.load(patches_dir())
     vllm = {"vllm": shipped["vllm"]}
-    assert record.of_all_engines(vllm, series.patches_dir()) == list(shipped.values())
+    assert record.of_all_engines(vllm, patches_dir()) == list(shipped.values())
     assert record.of_all_engines(vllm, tmp_path) == [shipped["vllm"]]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.engines import Difference, EngineComparison, EngineTree
+from recipe.async_pipeline.contract.engines import Difference, EngineComparison
+from recipe.async_pipeline.installed.engines import EngineTree
 
 GONE = Difference(
     name="vllm.v1.request:Request.num_output_tokens",

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.errors import PatchedVerlRequired, PatchError
-from recipe.async_pipeline.patching import patched_tree, series
+from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.patching import patched_tree
 from recipe.async_pipeline.patching.unified_diff import format_diff
 from tests.fakes.patch_folder import APPLIED, HEADER, PRISTINE, contents, expected, write
 
@@ -87,26 +88,8 @@ def test_a_tree_of_an_older_series_is_brought_up_to_date(tree: Path, folder: Pat
     assert contents(tree) == expected(PRISTINE)
 
 
-def test_require_patched_names_file_state_and_remedy(tree: Path, folder: Path) -> None:
-    with pytest.raises(
-        PatchedVerlRequired, match=r"verl/a\.py is pristine; run `async-pipeline patch apply`"
-    ):
-        patched_tree.require_patched(tree, folder=folder)
-    patched_tree.apply(tree, folder=folder)
-    patched_tree.require_patched(tree, folder=folder)
-
-
-def test_require_known_refuses_a_diverged_tree_only(tree: Path, folder: Path) -> None:
-    patched_tree.require_known(tree, folder=folder)
-    patched_tree.apply(tree, folder=folder)
-    patched_tree.require_known(tree, folder=folder)
-    (tree / "verl/a.py").write_text("mine\n")
-    with pytest.raises(PatchedVerlRequired, match=r"verl/a\.py is diverged; restore the published file"):
-        patched_tree.require_known(tree, folder=folder)
-
-
 def test_the_real_series_on_the_published_verl(published_verl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, root = series.patches_dir(), published_verl
+    folder, root = patches_dir(), published_verl
     published = contents(root)
     patched_tree.apply(root, folder=folder)
     read, plain = list[str](), patched_tree.read_or_none
@@ -119,7 +102,7 @@ def test_the_real_series_on_the_published_verl(published_verl: Path, monkeypatch
         patch.setattr(patched_tree, "read_or_none", read_or_none)
         state = patched_tree.patch_state(root, folder=folder)
     assert state.overall == "applied" and len(state.files) >= 7
-    assert read == [file.path for file in state.files], "every trainer runs this check at startup"
+    assert read == [file.path for file in state.files], "it reads nothing else"
     assert contents(root).keys() - published.keys() == {"verl/trainer/ppo/pipeline.py"}
     patched_tree.revert(root, folder=folder)
     assert contents(root) == published

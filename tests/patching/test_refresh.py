@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.patching import patched_tree, series
 from recipe.async_pipeline.patching.refresh import refresh
 from tests.fakes.patch_folder import HEADER, PRISTINE, contents, expected, write
@@ -58,7 +59,7 @@ def test_refresh_of_an_unlisted_patch_names_the_listed(tree: Path, folder: Path)
 
 
 def test_every_real_patch_is_what_refresh_would_write(published_verl: Path, tmp_path: Path) -> None:
-    folder, root = series.patches_dir(), published_verl
+    folder, root = patches_dir(), published_verl
     published = contents(root)
     patched_tree.apply(root, folder=folder)
     copy = tmp_path / "patches"

@@ -141,21 +141,6 @@ def test_published_file_reads_the_sdist(folder: Path, downloads: list[str]) -> N
     assert verl_source.published_file(folder, "verl/nothing.py") is None
 
 
-def test_find_verl_root_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "verl", raising=False)
-    (tmp_path / "verl").mkdir()
-    (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert verl_source.find_verl_root() == tmp_path
-    assert "verl" not in sys.modules
-
-
-def test_find_verl_root_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PatchError, match="setup.sh"):
-        verl_source.find_verl_root()
-
-
 def test_pin_with_a_missing_field_is_refused(folder: Path) -> None:
     (folder / "PIN").write_text("name: verl\n")
     with pytest.raises(PatchError, match="must hold exactly name, version, tag, sha256"):

@@ -17,8 +17,8 @@ from ..config.overrides import quote_names
 from ..config.reference import render_help
 from ..config.run_plan import as_json, describe_plan, plan_of
 from ..console import echo
-from ..contract.engines import installed
-from ..patching.verl_source import find_verl_root
+from ..installed.engines import installed
+from ..installed.verl import find_verl_root
 from ..verl_bridge.launch.command_line import checked_with, composed, of_verls_entry_point
 from ..verl_bridge.launch.engine_contract import check_engine
 from ..verl_bridge.launch.entry_points import apply_entry_point

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from recipe.async_pipeline.installed.verl import has, keys_of_tree
 from recipe.async_pipeline.patching import series, verl_source
 
 from .. import signatures
@@ -158,7 +159,7 @@ def _abstract(sources: Sources, contract: record.Contract) -> Iterator[ContractP
 
 
 def _keys(sources: Sources, contract: record.Contract, root: Path) -> Iterator[ContractProblem]:
-    trees_of = config_keys.keys_of_tree(root)
+    trees_of = keys_of_tree(root)
     users: dict[str, set[str]] = defaultdict(set)
     for path, user in config_keys.named_keys(sources):
         users[path].add(f"{user} (names)")
@@ -168,7 +169,7 @@ def _keys(sources: Sources, contract: record.Contract, root: Path) -> Iterator[C
         for path in paths:
             parts = path.split(".")
             above = {".".join(parts[:size]) for size in range(1, len(parts) + 1)}
-            if not above & missing and not config_keys.has(trees_of.get(file, {}), path):
+            if not above & missing and not has(trees_of.get(file, {}), path):
                 missing.add(path)
                 detail = f"is missing in {file}; {_used_by(tuple(sorted(users[path])))}"
                 yield ContractProblem(subject="config keys", severity="breaks", what=path, detail=detail)

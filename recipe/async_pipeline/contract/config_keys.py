@@ -1,41 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of verl's configuration that this package names, and the keys that a verl tree has."""
+"""The keys of verl's configuration that this package names, found in its code."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 from .sources import Sources
 
-COMPOSED = ("_generated_ppo_trainer.yaml", "_generated_ppo_megatron_trainer.yaml")
-"""verl's whole configurations, composed."""
-FOLDER = Path("verl/trainer/config")
 _ROOTS = ("config", "_config")
 _PATH = re.compile(r"[a-z_0-9]+(?:\.[a-z_0-9]+)+")
-
-
-def keys_of_tree(root: Path) -> dict[str, Mapping[str, Any]]:
-    """Return verl's composed configurations by the names of their files; empty if there are none."""
-    import yaml
-
-    # The loader in Python takes half a second for a file.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    files = [root / FOLDER / name for name in COMPOSED]
-    return {file.name: yaml.load(file.read_bytes(), Loader=loader) for file in files if file.is_file()}
-
-
-def has(tree: Mapping[str, Any], path: str) -> bool:
-    """Return whether a configuration has a key at `path`."""
-    node: Any = tree
-    for part in path.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return False
-        node = node[part]
-    return True
 
 
 def named_keys(sources: Sources) -> Iterator[tuple[str, str]]:

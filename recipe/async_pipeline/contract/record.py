@@ -2,7 +2,8 @@
 """The contract: the shape in the pinned verl of everything that this package uses.
 
 `python -m recipe.async_pipeline.contract.record` writes `patches/contract.json` from the code and from the
-pinned tree, and `patches/engines.json` from the installed engines. Nothing in them is kept by hand.
+pinned tree, `patches/engines.json` from the installed engines, and `patches/state.json` from the patches.
+Nothing in them is kept by hand.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_pipeline.errors import ContractError
+from recipe.async_pipeline.installed.engines import ENGINES, installed
+from recipe.async_pipeline.installed.engines import FILE as ENGINES_FILE
+from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import has, keys_of_tree
 from recipe.async_pipeline.patching import series, verl_source
 
-from . import config_keys, declared, engines, trees
+from . import config_keys, engines, trees
 from .shapes import shape_of
 from .sources import Sources
 from .uses import Use, own_of, subclasses, uses_of
@@ -58,10 +63,7 @@ def derive(
         shapes={place: shape for place, shape in shapes.items() if shape is not None},
         users={place: users[place] for place, shape in shapes.items() if shape is not None},
         unimplemented=unimplemented(sources),
-        keys={
-            file: tuple(sorted(path for path in named if config_keys.has(tree, path)))
-            for file, tree in keys.items()
-        },
+        keys={file: tuple(sorted(path for path in named if has(tree, path))) for file, tree in keys.items()},
     )
 
 
@@ -81,7 +83,7 @@ def of_tree(root: Path, folder: Path) -> Contract:
     """Return the contract with the tree at `root`, as the series of `folder` patches it."""
     contents, _ = trees.patched(root, series.load_series(folder))
     sources = trees.sources_of(root, contents)
-    return derive(sources, uses_of(sources), config_keys.keys_of_tree(root), verl_source.version_of(root))
+    return derive(sources, uses_of(sources), keys_of_tree(root), verl_source.version_of(root))
 
 
 def as_text(contract: Contract) -> str:
@@ -109,7 +111,7 @@ def load(folder: Path) -> Contract:
 
 
 def of_all_engines(
-    installed: Mapping[str, engines.EngineContract], folder: Path
+    recorded: Mapping[str, engines.EngineContract], folder: Path
 ) -> list[engines.EngineContract]:
     """Return the contracts of installed engines, and from `folder/engines.json` the ones of the others.
 
@@ -117,9 +119,9 @@ def of_all_engines(
 
     Raises ContractError if the file must be read and is not a contract.
     """
-    is_needed = (folder / engines.FILE).is_file() and not installed.keys() >= set(declared.ENGINES)
+    is_needed = (folder / ENGINES_FILE).is_file() and not recorded.keys() >= set(ENGINES)
     known = engines.load(folder) if is_needed else {}
-    return list({**known, **installed}.values())
+    return list({**known, **recorded}.values())
 
 
 def main() -> None:
@@ -127,12 +129,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--verl-dir", type=Path, metavar="DIR", help="the folder that contains verl/")
     given: Path | None = parser.parse_args().verl_dir
-    root = given or verl_source.default_verl_root(series.patches_dir())
+    root = given or verl_source.default_verl_root(patches_dir())
     folder = verl_source.series_folder(root)
     verl_source.check_version(root, verl_source.read_pin(folder))
     (folder / FILE).write_text(as_text(of_tree(root, folder)), encoding="utf-8")
-    found = {engine.name: engines.record(engine) for engine in engines.installed()}
-    file = series.patches_dir() / engines.FILE
+    series.record_ids(patches_dir())
+    found = {engine.name: engines.record(engine) for engine in installed()}
+    file = patches_dir() / ENGINES_FILE
     file.write_text(engines.as_text(of_all_engines(found, file.parent)), encoding="utf-8")
 
 

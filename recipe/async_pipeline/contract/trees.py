@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.installed.patch_state import NULL_ID, blob_id
 from recipe.async_pipeline.patching.series import PatchSeries
-from recipe.async_pipeline.patching.unified_diff import NULL_ID, FileDiff, blob_id, git_apply
+from recipe.async_pipeline.patching.unified_diff import FileDiff, git_apply
 
 from .sources import OURS, THEIRS, Sources
 

@@ -2,7 +2,7 @@
 """The state of a verl tree relative to the series, and how to change it.
 
 Each touched file is *pristine* (as published), *applied* (as the series leaves it) or *diverged* (neither),
-judged by its git blob id alone; there is no manifest. A change first computes and checks every resulting
+judged by its git blob id alone. A change first computes and checks every resulting
 file, writes all of them to a staging folder on the same disk, and only then swaps them in one by one.
 
 A patched tree holds a copy of the series that was applied, in `.async_pipeline_patches/`. With it, a tree
@@ -17,14 +17,11 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from recipe.async_pipeline.errors import PatchedVerlRequired, PatchError
+from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.installed.patch_state import State, blob_id, read_or_none
 from recipe.async_pipeline.patching.series import PatchSeries, load_series, series_names
-from recipe.async_pipeline.patching.unified_diff import NULL_ID, blob_id
 from recipe.async_pipeline.patching.verl_source import series_folder
-
-State = Literal["pristine", "applied", "diverged"]
 
 RECORD = ".async_pipeline_patches"
 """Folder in a patched tree that holds the series it was patched with."""
@@ -69,27 +66,6 @@ def patch_state(verl_root: Path, *, folder: Path | None = None) -> PatchState:
 
 def _state_against(series: PatchSeries, verl_root: Path) -> PatchState:
     return _state_of({path: read_or_none(verl_root / path) for path in series.chains}, series, verl_root)
-
-
-def require_patched(verl_root: Path, *, folder: Path | None = None) -> None:
-    """Raise PatchedVerlRequired unless `verl_root` is the pinned verl with the series applied."""
-    state = patch_state(verl_root, folder=folder)
-    if state.overall == "applied":
-        return
-    found = next(file for file in state.files if file.state != "applied")
-    raise PatchedVerlRequired(
-        f"{verl_root / found.path} is {found.state}; run `async-pipeline patch apply`, then retry"
-    )
-
-
-def require_known(verl_root: Path, *, folder: Path | None = None) -> None:
-    """Raise PatchedVerlRequired if a file that the series touches is neither as published nor as patched."""
-    diverged = patch_state(verl_root, folder=folder).diverged
-    if diverged:
-        raise PatchedVerlRequired(
-            f"{verl_root / diverged[0].path} is diverged; restore the published file, or run `async-pipeline "
-            "patch fetch --fresh`, then retry"
-        )
 
 
 def apply(verl_root: Path, *, folder: Path | None = None) -> tuple[str, ...]:
@@ -163,14 +139,13 @@ def _reverted(series: PatchSeries, contents: Mapping[str, bytes | None]) -> dict
 
 
 def _state_of(contents: Mapping[str, bytes | None], series: PatchSeries, verl_root: Path) -> PatchState:
-    files = []
-    for path, chain in series.chains.items():
-        content = contents[path]
-        actual = NULL_ID if content is None else blob_id(content)
-        ids: dict[str, State] = {chain[0][1].old_id: "pristine", chain[-1][1].new_id: "applied"}
-        names = tuple(name for name, _ in chain)
-        files.append(FileState(path=path, state=ids.get(actual, "diverged"), patches=names))
-
+    chains, ids = series.chains, series.ids
+    files = (
+        FileState(
+            path=path, state=ids[path].state_of(contents[path]), patches=tuple(name for name, _ in chain)
+        )
+        for path, chain in chains.items()
+    )
     return PatchState(verl_root=verl_root, files=tuple(files))
 
 
@@ -183,11 +158,6 @@ def _refuse_diverged(state: PatchState, action: str) -> None:
         "nothing was changed. Keep your edit with `async-pipeline patch refresh PATCH`, or discard it with "
         "`async-pipeline patch fetch --fresh` (in a git clone: `git checkout` of the file)"
     )
-
-
-def read_or_none(file: Path) -> bytes | None:
-    """Return the contents of a file, or None if there is no such file."""
-    return file.read_bytes() if file.is_file() else None
 
 
 def _swap(verl_root: Path, wanted: Mapping[str, bytes | None]) -> tuple[str, ...]:

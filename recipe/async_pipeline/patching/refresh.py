@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.patching.patched_tree import read_or_none
-from recipe.async_pipeline.patching.series import PatchSeries, load_patch, patches_dir, series_names
+from recipe.async_pipeline.installed.patch_state import patches_dir, read_or_none
+from recipe.async_pipeline.patching.series import PatchSeries, load_patch, series_names
 from recipe.async_pipeline.patching.unified_diff import format_diff
 
 

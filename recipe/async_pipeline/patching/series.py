@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-import sysconfig
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.installed.patch_state import FILE, FileIds
 from recipe.async_pipeline.patching.unified_diff import FileDiff, parse_diffs
+from recipe.async_pipeline.patching.verl_source import read_pin
 
 HEADER_FIELDS = ("Subject", "Why", "Without", "Origin", "Forwarded", "Remove-When", "Last-Update", "Test")
 """The fields that the header of every patch must have, in this order."""
@@ -47,6 +49,11 @@ class PatchSeries:
                 chains[diff.path] = (*chains.get(diff.path, ()), (patch.name, diff))
         return chains
 
+    @property
+    def ids(self) -> dict[str, FileIds]:
+        """The blob ids of each touched path, before and after the series."""
+        return {path: FileIds(chain[0][1].old_id, chain[-1][1].new_id) for path, chain in self.chains.items()}
+
     def check(self) -> None:
         """Raise PatchError if a patch expects a file in a state that the patches before it do not leave."""
         for path, chain in self.chains.items():
@@ -56,28 +63,6 @@ class PatchSeries:
                         f"{name} expects {path} at {after.old_id}, the series before it leaves "
                         f"{before.new_id}; edit the tree, then run `async-pipeline patch refresh {name}`"
                     )
-
-
-def patches_dir() -> Path:
-    """Return the folder of PIN, series and patches: the checkout's, or the installation's.
-
-    Raises PatchError if neither exists.
-    """
-    candidates = [
-        Path(__file__).resolve().parents[3] / "patches",
-        *(Path(sysconfig.get_path("data", scheme)) / "share/async_pipeline/patches" for scheme in _schemes()),
-    ]
-
-    for candidate in candidates:
-        if (candidate / "PIN").is_file():
-            return candidate
-    raise PatchError(
-        f"no patches folder; looked in {', '.join(map(str, candidates))}; reinstall async_pipeline"
-    )
-
-
-def _schemes() -> tuple[str, str]:
-    return sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")
 
 
 def parse_header(text: str) -> dict[str, str]:
@@ -132,3 +117,18 @@ def load_patch(file: Path) -> Patch:
     head = text.partition(b"diff --git ")[0]
     files = parse_diffs(text[len(head) :], source=file.name)
     return Patch(name=file.name, header=parse_header(head.decode()), head=head, files=files)
+
+
+def recorded_ids(folder: Path) -> str:
+    """Return the contents of `state.json` in `folder`: the ids of its series, and of the ones below it."""
+    folders = [folder, *sorted(pin.parent for pin in folder.glob("*/PIN"))]
+    versions = {
+        read_pin(one).version: {path: ids._asdict() for path, ids in load_series(one).ids.items()}
+        for one in folders
+    }
+    return json.dumps(versions, indent=1) + "\n"
+
+
+def record_ids(folder: Path) -> None:
+    """Write `state.json`, which runs compare their verl with."""
+    (folder / FILE).write_text(recorded_ids(folder), encoding="utf-8")

@@ -8,7 +8,6 @@ applies to exactly the file that it was made for. Renames, deletions and binary 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
 import re
 import subprocess
@@ -17,17 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
-
-NULL_ID = "0" * 40
-"""The blob id that git writes for a file that does not exist."""
+from recipe.async_pipeline.installed.patch_state import NULL_ID, blob_id
 
 _DIFF = re.compile(rb"diff --git a/(?P<old>\S+) b/(?P<new>\S+)")
 _INDEX = re.compile(rb"index (?P<old>[0-9a-f]{40})\.\.(?P<new>[0-9a-f]{40})( 100(644|755))?")
-
-
-def blob_id(content: bytes) -> str:
-    """Return git's blob id of a file with this content (40 hex digits)."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

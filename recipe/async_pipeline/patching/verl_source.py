@@ -7,7 +7,6 @@ Does not import verl. A *root* is the folder that contains the package: `root/ve
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.patching.series import patches_dir
+from recipe.async_pipeline.installed import verl
+from recipe.async_pipeline.installed.patch_state import patches_dir
 
 DOWNLOAD_TIMEOUT_S = 600.0
 """Deadline for pip, which retries by itself; the sdist is 2 MB."""
@@ -57,31 +57,21 @@ def cache_dir(folder: Path) -> Path:
     return folder.parent / ".cache" / "verl"
 
 
-def find_verl_root() -> Path:
-    """Return the root of the verl that `import verl` would load, without importing it.
-
-    Raises PatchError if verl is not importable.
-    """
-    spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        raise PatchError("verl is not importable here; run `bash run_scripts/setup.sh`, or pass --verl-dir")
-    return Path(spec.origin).resolve().parent.parent
-
-
 def default_verl_root(folder: Path) -> Path:
     """Return the root of the fetched tree if there is one, else of the importable verl."""
     fetched = cache_dir(folder) / read_pin(folder).stem
-    return fetched if fetched.is_dir() else find_verl_root()
+    return fetched if fetched.is_dir() else verl.find_verl_root()
 
 
 def version_of(root: Path) -> str:
     """Return the version of the verl at `root`. Raises PatchError if it has no version file."""
-    file = root / "verl" / "version" / "version"
-    if not file.is_file():
+    version = verl.version_in(root)
+    if version is None:
         raise PatchError(
-            f"{root} is not a verl checkout: {file} is missing; give the folder that contains verl/"
+            f"{root} is not a verl checkout: verl/version/version is missing; give the folder that contains "
+            "verl/"
         )
-    return file.read_text(encoding="utf-8").strip()
+    return version
 
 
 def series_folder(root: Path, folder: Path | None = None) -> Path:
@@ -91,8 +81,7 @@ def series_folder(root: Path, folder: Path | None = None) -> Path:
     Returns `folder` itself if none is made for the version of `root`.
     """
     folder = folder or patches_dir()
-    file = root / "verl" / "version" / "version"
-    version = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    version = verl.version_in(root)
     pins = sorted(pin.parent for pin in folder.glob("*/PIN"))
     return next((other for other in pins if read_pin(other).version == version), folder)
 
