@@ -42,8 +42,8 @@ step() {
 
 step lint "$PYTHON" -m ruff check --fix --quiet .
 step format "$PYTHON" -m ruff format .
-step knobs "$PYTHON" -m recipe.async_pipeline.config.reference
-step contract "$PYTHON" -m recipe.async_pipeline.contract.record
+step knobs "$PYTHON" -m recipe.async_pipeline.tools.explain.reference
+step contract "$PYTHON" -m recipe.async_pipeline.tools.contract.record
 step copies cp recipe/async_pipeline/REQUIRED_VERL.txt contrib/verl_recipe/async_pipeline/
 step nightly "$PYTHON" -m tests.nightly
 git --no-pager diff --stat

@@ -18,8 +18,8 @@ from recipe.async_pipeline.config.placement import (
     placement_of,
     wishes_of,
 )
-from recipe.async_pipeline.config.run_plan import drawing
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.tools.explain.run_plan import drawing
 
 WITH_REF = ("train", "logp", "ref_logp", "generate")
 

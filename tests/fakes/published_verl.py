@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipe.async_pipeline.installed.patch_state import patches_dir
-from recipe.async_pipeline.patching import verl_source
+from recipe.async_pipeline.tools.patches import verl_source
 
 
 def unpacked(folder: Path) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.installed.patch_state import patches_dir
-from recipe.async_pipeline.patching import patched_tree, verl_source
+from recipe.async_pipeline.tools.patches import patched_tree, verl_source
 from tests import HANG_S, REPOSITORY
 
 pytestmark = pytest.mark.real_engine

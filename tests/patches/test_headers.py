@@ -11,7 +11,7 @@ import pytest
 
 import recipe.async_pipeline
 from recipe.async_pipeline.installed.patch_state import FILE, patches_dir
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.tools.patches import series
 from tests import REPOSITORY
 
 FOLDER = REPOSITORY / "patches"

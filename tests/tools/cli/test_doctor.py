@@ -12,14 +12,14 @@ import pytest
 
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
-from recipe.async_pipeline.contract import compare
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.installed import verl
 from recipe.async_pipeline.installed.patch_state import patches_dir
-from recipe.async_pipeline.patching import series, verl_source
-from recipe.async_pipeline.patching.unified_diff import format_diff
 from recipe.async_pipeline.tools.cli import doctor
 from recipe.async_pipeline.tools.cli.finding import Finding, as_line
+from recipe.async_pipeline.tools.contract import compare
+from recipe.async_pipeline.tools.patches import series, verl_source
+from recipe.async_pipeline.tools.patches.unified_diff import format_diff
 from tests import REPOSITORY
 from tests.fakes.patch_folder import FIRST, PRISTINE, write
 

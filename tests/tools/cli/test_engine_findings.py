@@ -11,11 +11,11 @@ import pytest
 
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
-from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.engines import Difference
 from recipe.async_pipeline.installed.engines import FILE, EngineTree, files_id
 from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.tools.cli import engine_findings
+from recipe.async_pipeline.tools.contract import engines
+from recipe.async_pipeline.tools.contract.engines import Difference
 from tests.fakes.engine_differences import GONE, compare_as
 
 FOLDER = patches_dir()

@@ -11,8 +11,8 @@ import pytest
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.installed import patch_state
 from recipe.async_pipeline.installed.patch_state import require_patched
-from recipe.async_pipeline.patching import patched_tree, verl_source
-from recipe.async_pipeline.patching.unified_diff import format_diff
+from recipe.async_pipeline.tools.patches import patched_tree, verl_source
+from recipe.async_pipeline.tools.patches.unified_diff import format_diff
 
 
 @pytest.fixture

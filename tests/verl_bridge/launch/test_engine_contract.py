@@ -13,10 +13,10 @@ from types import ModuleType
 import pytest
 
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.engines import Difference
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.installed.engines import EngineRelease, EngineTree, files_id
+from recipe.async_pipeline.tools.contract import engines
+from recipe.async_pipeline.tools.contract.engines import Difference
 from recipe.async_pipeline.verl_bridge.launch import engine_contract
 from recipe.async_pipeline.verl_bridge.launch.engine_contract import check_engine
 from tests import HANG_S, REPOSITORY

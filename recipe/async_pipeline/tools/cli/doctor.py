@@ -22,14 +22,14 @@ from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
 from recipe.async_pipeline.errors import ConfigError, PatchError
 from recipe.async_pipeline.installed import engines, verl
 from recipe.async_pipeline.installed.patch_state import patches_dir, require_patched
-from recipe.async_pipeline.patching import patched_tree, series, verl_source
+from recipe.async_pipeline.tools.patches import patched_tree, series, verl_source
 
 from .engine_findings import check_versions, examine_engines
 from .finding import Finding, as_line
 from .machine_findings import count_nvidia_devices, examine_machine
 
 if TYPE_CHECKING:
-    from recipe.async_pipeline.contract.compare import ContractProblem
+    from recipe.async_pipeline.tools.contract.compare import ContractProblem
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PLUGIN_GROUP, PLUGIN_NAME = "verl.plugins", "async_pipeline"
@@ -162,7 +162,7 @@ def _folder() -> Path:
 
 def examine_tree(root: Path) -> tuple[Finding, ...]:
     """Compare the verl at `root` with what this package uses of the pinned one."""
-    from recipe.async_pipeline.contract.compare import compare
+    from recipe.async_pipeline.tools.contract.compare import compare
 
     found = compare(root, verl_source.series_folder(root))
     same = found.verl == found.pin

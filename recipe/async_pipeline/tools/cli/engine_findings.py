@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.async_pipeline.contract import engines
 from recipe.async_pipeline.installed.engines import ENGINES, EngineTree, installed
 from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.tools.contract import engines
 
 from .finding import Finding
 from .machine_findings import count_nvidia_devices

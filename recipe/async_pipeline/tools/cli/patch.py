@@ -11,8 +11,8 @@ from typing import Any
 
 from recipe.async_pipeline.console import EXIT_OK, echo
 from recipe.async_pipeline.installed import patch_state
-from recipe.async_pipeline.patching import patched_tree, series, verl_source
-from recipe.async_pipeline.patching.refresh import refresh
+from recipe.async_pipeline.tools.patches import patched_tree, series, verl_source
+from recipe.async_pipeline.tools.patches.refresh import refresh
 
 HELP = {
     "fetch": "download the pinned verl to .cache/verl and check its hash, or link a clone (--verl-dir)",
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action and print its result. Raises PatchError as the functions of `patching` do."""
+    """Run the action and print its result. Raises PatchError as the functions of `tools/patches` do."""
     folder = patch_state.patches_dir()
     result = _fetch(args, folder) if args.action == "fetch" else _on_tree(args, folder)
     echo(json.dumps(result, indent=2) if args.json else _as_text(result))

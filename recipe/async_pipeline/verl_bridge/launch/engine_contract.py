@@ -35,7 +35,7 @@ def check_engine(config: DictConfig, mode: str) -> str | None:
 
 def _compare(config: DictConfig, mode: str, engine: EngineTree) -> str | None:
     # A run with the tested files does without this package's tools.
-    from ...contract import engines
+    from ...tools.contract import engines
 
     name, contract = engine.name, engines.load(patches_dir())[engine.name]
     found = engines.breaking_runs(engine, contract, cpu=config.trainer.device == "cpu")
@@ -66,7 +66,7 @@ def _compare(config: DictConfig, mode: str, engine: EngineTree) -> str | None:
 
 def _unused(config: DictConfig, described: Mapping[str, Any]) -> set[str]:
     """Return what may break without effect on this run."""
-    from ...contract import engines
+    from ...tools.contract import engines
 
     plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     rollout = config.actor_rollout_ref.rollout
