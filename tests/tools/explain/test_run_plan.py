@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from recipe.async_pipeline.config.placement import placement_of
+from recipe.async_pipeline.config.placement import Placement, Pool, placement_of
 from recipe.async_pipeline.config.schema import AsyncPipelineConfig
-from recipe.async_pipeline.tools.explain.run_plan import Plan, as_json, describe_plan, plan_of
+from recipe.async_pipeline.tools.explain.run_plan import Plan, as_json, describe_plan, drawing, plan_of
 
 pytestmark = pytest.mark.real_engine
 
@@ -78,24 +80,6 @@ def test_a_standby_copy_costs_its_share_of_the_weights_on_each_device(model: Pat
     fp8 = config(model, quantization="fp8")
     on_devices = knobs({"weight_sync.load_staging": "device"})
     assert planned(fp8, on_devices).spare_bytes == 10**6, "a byte per parameter, on each rank"
-
-
-@pytest.mark.parametrize(
-    ("base", "body", "order"),
-    [
-        ("Elsewhere", "order = 'finished'", "in the order they finish"),
-        ("Elsewhere", "pass", "in a custom order"),
-        ("FullyAsync", "pass", "in the order they finish"),
-        ("strategies.Schedule", "pass", "in the order they were drawn"),
-    ],
-)
-def test_a_custom_strategy_decides_the_order_of_groups(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, body: str, order: str
-) -> None:
-    (tmp_path / "a_custom_plan.py").write_text(f"class Mine({base}):\n    {body}\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    own = planned(config(model), knobs({"strategy": "a_custom_plan:Mine"}))
-    assert as_json(own)["order"] == order
 
 
 def test_a_share_of_less_than_one_group_is_reported(model: Path) -> None:
@@ -293,3 +277,24 @@ def test_the_sample_store_is_planned(model: Path) -> None:
     assert line == (
         "sample store    at most 640 rows of 100000; 65.5 MB of host memory if all have their full length"
     )
+
+
+def test_the_drawing_has_a_mark_for_each_device() -> None:
+    pools = (
+        Pool("a", ("train", "logp"), (2,)),
+        Pool("b", ("ref_logp",), (1,)),
+        Pool("c", ("generate",), (1,)),
+    )
+    assert drawing(Placement(pools)) == [
+        "device    0  3",
+        "train     ##",
+        "logp      ##",
+        "ref_logp    #",
+        "generate     #",
+    ]
+
+
+@given(st.integers(1, 500), st.integers(1, 5000))
+def test_the_drawing_fits_a_line(train: int, generate: int) -> None:
+    pools = (Pool("a", ("train", "logp"), (train,)), Pool("b", ("generate",), (generate,)))
+    assert all(len(line) < 120 for line in drawing(Placement(pools)))

@@ -12,21 +12,18 @@ from typing import Any
 
 from ...config.adapters import adapter_rank, publishes_adapters
 from ...config.open_requests import OpenRequests
-from ...config.paths import OWN, select
+from ...config.paths import select
 from ...config.placement import Placement
 from ...config.published import arena_bytes, model_parameters, published_parameters, version_bytes
-from ...config.rollout_correction import describe_correction, describe_loss
+from ...config.rollout_correction import describe_correction
 from ...config.sample_store import StoreBudget, store_budget
 from ...config.schema import AsyncPipelineConfig
-from ...config.training_engine import data_parallel, describe_training
-from ...config.user_classes import base_names, class_constant, find_class
+from ...config.training_engine import data_parallel
 from ...core.message_queue import share_of
-from ...core.schedule import Schedule
-from ...strategies import STRATEGIES
 from .episode_plan import describe_episodes
+from .strategy_order import order_of
+from .training import describe_loss, describe_training
 
-ORDER_OF_BASE = {"Schedule": Schedule.order} | {cls.__name__: cls.order for cls in STRATEGIES.values()}
-"""The order that a custom strategy inherits, by the name of its base class."""
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -177,18 +174,6 @@ def _validation(config: Mapping[str, Any], knobs: AsyncPipelineConfig) -> str:
     return f"{' and '.join(when)}; {how[knobs.validation]}"
 
 
-def _order(strategy: str) -> str:
-    if strategy in STRATEGIES:
-        order: str = STRATEGIES[strategy].order
-    else:
-        cls = find_class(strategy, f"{OWN}.strategy")
-        inherited = (ORDER_OF_BASE[base] for base in base_names(cls) if base in ORDER_OF_BASE)
-        order = class_constant(cls, "order") or next(inherited, "")
-    return {"finished": "in the order they finish", "drawn": "in the order they were drawn"}.get(
-        order, "in a custom order"
-    )
-
-
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the figures of `explain --json`."""
     config, knobs = plan.config, plan.knobs
@@ -198,7 +183,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "store": asdict(plan.store),
         "strategy": knobs.strategy,
         "max_lag": knobs.staleness.max_lag,
-        "order": _order(knobs.strategy),
+        "order": order_of(knobs.strategy),
         "straggler": knobs.staleness.straggler,
         "weight_sync_every": knobs.weight_sync.every,
         "in_flight_policy": knobs.weight_sync.in_flight_policy,
@@ -222,7 +207,7 @@ def describe_plan(plan: Plan) -> list[str]:
     config, knobs, engine = plan.config, plan.knobs, str(select(plan.config, f"{_ROLLOUT}.name"))
     staleness, sync, lag = knobs.staleness, knobs.weight_sync, knobs.staleness.max_lag
     lines = [
-        f"strategy        {knobs.strategy}: each step trains groups {_order(knobs.strategy)}",
+        f"strategy        {knobs.strategy}: each step trains groups {order_of(knobs.strategy)}",
         f"lag             at most {lag}: step s starts from version s-1 and trains responses of "
         f"version s-{lag + 1}{' or newer' if lag else ''}",
     ]
