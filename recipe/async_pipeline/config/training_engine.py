@@ -10,6 +10,7 @@ from typing import Any
 from .paths import select
 
 ACTOR = "actor_rollout_ref.actor"
+SHARDED = {"fsdp": "FSDP", "fsdp2": "FSDP2"}
 DIVIDING = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",

@@ -9,9 +9,7 @@ from typing import Any
 from ...config.loss_modes import LOSS_OF_VARIANT
 from ...config.paths import select
 from ...config.rollout_correction import PI_OLD, POLICY_LOSS, WITHOUT_RATIO
-from ...config.training_engine import ACTOR, OTHERS, data_parallel, megatron_sizes, ulysses
-
-SHARDED = {"fsdp": "FSDP", "fsdp2": "FSDP2"}
+from ...config.training_engine import ACTOR, OTHERS, SHARDED, data_parallel, megatron_sizes, ulysses
 
 
 def describe_training(config: Mapping[str, Any], devices: int) -> str:
