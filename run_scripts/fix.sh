@@ -7,7 +7,7 @@
 #   lint      what ruff can fix, such as the order of imports
 #   format    ruff's formatter
 #   knobs     configs/async_pipeline.yaml and docs/configuration.md, from the classes of the configuration
-#   contract  patches/contract.json and patches/engines.json, from the code, verl and the installed engines
+#   contract  patches/contract.json, engines.json and state.json, from the code, verl, the installed engines and patches
 #   copies    contrib/verl_recipe/async_pipeline/REQUIRED_VERL.txt, from the package's
 #   nightly   tests/nightly.tsv, of which a merge may keep two rows for a test
 #
@@ -42,8 +42,8 @@ step() {
 
 step lint "$PYTHON" -m ruff check --fix --quiet .
 step format "$PYTHON" -m ruff format .
-step knobs "$PYTHON" -m recipe.async_pipeline.config.reference
-step contract "$PYTHON" -m recipe.async_pipeline.contract.record
+step knobs "$PYTHON" -m recipe.async_pipeline.tools.explain.reference
+step contract "$PYTHON" -m recipe.async_pipeline.tools.contract.record
 step copies cp recipe/async_pipeline/REQUIRED_VERL.txt contrib/verl_recipe/async_pipeline/
 step nightly "$PYTHON" -m tests.nightly
 git --no-pager diff --stat

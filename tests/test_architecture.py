@@ -23,7 +23,7 @@ from recipe.async_pipeline import errors
 from recipe.async_pipeline.config.paths import select
 from recipe.async_pipeline.config.schema import STRATEGY_LAG
 from recipe.async_pipeline.config.translation import resolve
-from recipe.async_pipeline.patching.verl_source import find_verl_root
+from recipe.async_pipeline.installed.verl import find_verl_root
 from tests import REPOSITORY
 from tests.source_tree import MODULES, OWN_NAME, PACKAGE, below, nodes_of, parse
 
@@ -38,7 +38,7 @@ MAY_IMPORT_STACK = (
     "lab/tasks/calculator_tool.py",
     "tools/cli/node_calls.py",
 )
-READS_FILES_ONLY = ("contract/", "patching/")
+READS_FILES_ONLY = ("installed/", "tools/contract/", "tools/patches/")
 """Must work on a verl that cannot be imported."""
 DECIDES = ("core/", "stages/", "strategies/")
 HEAVY = {"torch", "verl", "ray", "vllm", "sglang", "transformers"}
@@ -103,8 +103,7 @@ def test_what_decides_imports_the_standard_library_and_itself() -> None:
 GROUND = {"errors", "console", "redaction", "processes", "signatures"}
 LAYERS: Mapping[str, set[str]] = {
     "core": set(),
-    "patching": set(),
-    "contract": {"patching"},
+    "installed": set(),
     "diffusion": {"weight_sync"},
     "stages": {"core"},
     "strategies": {"core"},
@@ -115,20 +114,24 @@ LAYERS: Mapping[str, set[str]] = {
     "config": {"agents", "core", "strategies"},
     "checkpoint": {"config", "observe"},
     "verl_bridge": {
-        *("agents", "checkpoint", "config", "contract", "core", "diffusion", "gateway", "observe"),
-        *("patching", "stages", "strategies", "weight_sync"),
+        *("agents", "checkpoint", "config", "core", "diffusion", "gateway", "installed"),
+        *("observe", "stages", "strategies", "weight_sync"),
     },
 }
 """What each folder of a run may import; the table in docs/architecture.md. `cli` may import all of them."""
 UPPER_STOREYS = ("tools", "lab")
 """What no run imports, from the lower to the upper storey."""
+USES_A_TOOL = {"verl_bridge/launch/engine_contract.py": f"{OWN_NAME}.tools.contract"}
+"""The one import of a tool by a run: a launch compares an engine whose files are not the tested ones."""
 
 
 def test_layers_import_what_is_below_them() -> None:
     def forbidden(module: str, name: str) -> bool:
         folder = module.split("/")[0]
         allowed = GROUND | LAYERS[folder] | {folder}
-        return name.startswith(f"{OWN_NAME}.") and name.split(".")[2] not in allowed
+        if not name.startswith(f"{OWN_NAME}.") or USES_A_TOOL.get(module) == name:
+            return False
+        return name.split(".")[2] not in allowed
 
     assert imported([m for m in MODULES if m.split("/")[0] in LAYERS], forbidden) == []
 
@@ -194,14 +197,49 @@ def test_the_gateway_imports_the_standard_library_and_its_wire() -> None:
     assert foreign == []
 
 
-def test_storeys_import_downwards_only() -> None:
-    def storey(folder: str) -> int:
-        return 1 + UPPER_STOREYS.index(folder) if folder in UPPER_STOREYS else 0
+def storey(folder: str) -> int:
+    return 1 + UPPER_STOREYS.index(folder) if folder in UPPER_STOREYS else 0
 
+
+def test_storeys_import_downwards_only() -> None:
     def forbidden(module: str, name: str) -> bool:
-        return name.startswith(f"{OWN_NAME}.") and storey(name.split(".")[2]) > storey(module.split("/")[0])
+        if not name.startswith(f"{OWN_NAME}.") or USES_A_TOOL.get(module) == name:
+            return False
+        return storey(name.split(".")[2]) > storey(module.split("/")[0])
 
     assert imported(MODULES, forbidden) == []
+
+
+def test_no_run_loads_a_tool_by_name() -> None:
+    """Ray, vLLM and hydra import what a string names. Only the table of subcommands names tools."""
+    above = tuple(f"{OWN_NAME}.{folder}" for folder in UPPER_STOREYS)
+    named = {
+        module
+        for module in MODULES
+        if not storey(module.split("/")[0])
+        for node in nodes_of(module)
+        if isinstance(node, ast.Constant) and str(node.value).startswith(above)
+    }
+    assert named == {"cli/main.py"}
+
+
+def test_a_run_imports_its_one_tool_when_it_is_needed() -> None:
+    for module, tool in USES_A_TOOL.items():
+        assert tool in imports(module)
+        at_the_top = [node for node in parse(module).body if isinstance(node, ast.ImportFrom)]
+        assert at_the_top and not [node for node in at_the_top if "tools" in (node.module or "").split(".")]
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="a launch imports verl")
+def test_a_launch_loads_no_tool() -> None:
+    code = f"import sys, {OWN_NAME}.verl_bridge.launch.prepare; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=REPOSITORY
+    )
+    loaded = done.stdout.splitlines()[-1].split()
+    above = tuple(f"{OWN_NAME}.{folder}" for folder in UPPER_STOREYS)
+    assert f"{OWN_NAME}.installed.engines" in loaded
+    assert [name for name in loaded if name.startswith(above)] == []
 
 
 @cache

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline import __version__
-from recipe.async_pipeline.patching.verl_source import read_pin
+from recipe.async_pipeline.tools.patches.verl_source import read_pin
 from tests import HANG_S, REPOSITORY
 
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.patching import patched_tree, series, verl_source
+from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.tools.patches import patched_tree, verl_source
 from tests import HANG_S, REPOSITORY
 
 pytestmark = pytest.mark.real_engine
@@ -30,7 +31,7 @@ Results = Mapping[str, str | None]
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     """What every probe said of the pristine and of the patched tree: None, or its error."""
-    folder = series.patches_dir()
+    folder = patches_dir()
     scratch = tmp_path_factory.mktemp("trees")
     stem = verl_source.read_pin(folder).stem
     roots = {name: scratch / name / stem for name in ("pristine", "patched")}

@@ -13,10 +13,11 @@ from types import ModuleType
 import pytest
 
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.engines import Difference, EngineTree
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.installed.engines import EngineRelease, EngineTree, files_id
+from recipe.async_pipeline.tools.contract import engines
+from recipe.async_pipeline.tools.contract.engines import Difference
+from recipe.async_pipeline.verl_bridge.launch import engine_contract
 from recipe.async_pipeline.verl_bridge.launch.engine_contract import check_engine
 from tests import HANG_S, REPOSITORY
 from tests.fakes.engine_differences import GONE, compare_as
@@ -33,7 +34,7 @@ OTHER = EngineTree(name="vllm", folder=Path("nowhere"), version="0.99.0")
 def differs(monkeypatch: pytest.MonkeyPatch) -> list[Difference]:
     """Have another vLLM installed, with the differences of the returned list."""
     found: list[Difference] = []
-    monkeypatch.setattr(engines, "installed", lambda: [OTHER])
+    monkeypatch.setattr(engine_contract, "installed", lambda: [OTHER])
     compare_as(monkeypatch, found)
     return found
 
@@ -133,15 +134,15 @@ def test_what_only_an_unknown_model_decides_about_is_a_warning(
         check_engine(config, "refuse")
 
 
-def test_the_tested_engine_and_one_that_is_not_installed_are_not_read(
+def test_the_tested_engine_and_one_that_is_not_installed_are_not_compared(
     smoke: Smoke, differs: list[Difference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     differs.append(GONE)
     with pytest.raises(ConfigError):
         check_engine(smoke(), "refuse")
     assert check_engine(smoke({f"{ROLLOUT}.name": "sglang"}), "refuse") is None
-    tested = engines.load(series.patches_dir())["vllm"].version
-    monkeypatch.setattr(engines, "installed", lambda: [dataclasses.replace(OTHER, version=f"{tested}+cpu")])
+    tested = EngineRelease(engine="vllm", version="0.1", files=(), files_id=files_id(OTHER.folder, ()))
+    monkeypatch.setattr(engine_contract, "recorded_release", lambda name: tested)
     assert check_engine(smoke(), "refuse") is None
 
 

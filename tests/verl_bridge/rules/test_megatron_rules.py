@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.patching.verl_source import find_verl_root
+from recipe.async_pipeline.installed.verl import find_verl_root
 from tests import REPOSITORY
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke

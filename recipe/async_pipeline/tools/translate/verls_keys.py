@@ -10,7 +10,7 @@ from typing import Any
 from ...config.agentic import AgenticConfig
 from ...config.foreign_keys import Document, Outcome, nothing, only, to
 from ...config.paths import OWN, select
-from ...contract.config_keys import has
+from ...installed.verl import has
 from .rules import Became, Table, TranslatedFile, as_it_is
 
 _ROLLOUT = "actor_rollout_ref.rollout"

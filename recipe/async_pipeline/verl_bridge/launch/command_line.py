@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...config.misplaced import unknown_key
 from ...config.overrides import explain_complaint, sets, unknown_among, unknown_in
 from ...errors import ConfigError
-from ...patching.verl_source import find_verl_root
+from ...installed.verl import find_verl_root
 from ..rules.config_checks import Checked, checked
 from ..rules.verl_keys import is_read, near_key
 

@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config.adapters import publishes_adapters
 from ...config.paths import OWN
-from ...contract import engines
 from ...errors import ConfigError
-from ...patching import series
+from ...installed.engines import EngineTree, installed, recorded_release
+from ...installed.patch_state import patches_dir
 from ..rules.model_rules import described_model, has_experts, has_latent_attention
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -21,16 +21,23 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def check_engine(config: DictConfig, mode: str) -> str | None:
     """Compare the installed engine of the run with the contract. Returns a warning, or None if it fits.
 
-    The version that this package is tested with is not read. An engine need not be installed here, since only
-    the nodes with replicas run it. If only the model decides whether it fits, and the model is not on this
-    machine, the warning says so. Raises ConfigError if it does not fit and `mode` is not `warn`, or if verl
-    itself cannot start it.
+    An engine with the files that this package is tested with fits. An engine need not be installed here,
+    since only the nodes with replicas run it. If only the model decides whether it fits, and the model is not
+    on this machine, the warning says so. Raises ConfigError if it does not fit and `mode` is not `warn`, or
+    if verl itself cannot start it.
     """
     name = str(config.actor_rollout_ref.rollout.name)
-    engine = next((engine for engine in engines.installed() if engine.name == name), None)
-    if engine is None:
+    engine = next((engine for engine in installed() if engine.name == name), None)
+    if engine is None or recorded_release(name).is_of(engine):
         return None
-    contract = engines.load(series.patches_dir())[name]
+    return _compare(config, mode, engine)
+
+
+def _compare(config: DictConfig, mode: str, engine: EngineTree) -> str | None:
+    # A run with the tested files does without this package's tools.
+    from ...tools.contract import engines
+
+    name, contract = engine.name, engines.load(patches_dir())[engine.name]
     found = engines.breaking_runs(engine, contract, cpu=config.trainer.device == "cpu")
     described = described_model(config)
     unused = _unused(config, described)
@@ -59,6 +66,8 @@ def check_engine(config: DictConfig, mode: str) -> str | None:
 
 def _unused(config: DictConfig, described: Mapping[str, Any]) -> set[str]:
     """Return what may break without effect on this run."""
+    from ...tools.contract import engines
+
     plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     rollout = config.actor_rollout_ref.rollout
     unused = {

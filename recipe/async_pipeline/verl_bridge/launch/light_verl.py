@@ -30,7 +30,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.paths import walk
-from ...patching.verl_source import find_verl_root
+from ...installed.verl import find_verl_root
 from ..process.plugin_state import require_loaded
 
 VERL, TARGET = "verl", "_target_"

@@ -29,8 +29,8 @@ from ...config.loss_modes import LOSS_CONFIG
 from ...config.machine import require_machine
 from ...config.misplaced import SWITCHES
 from ...config.paths import MODE, OWN, PATCH_FREE, RUNTIME, select
+from ...config.published import arena_bytes
 from ...config.rollout_correction import describe_correction
-from ...config.run_plan import arena_bytes
 from ...config.runtime import RuntimeConfig
 from ...config.sample_store import store_budget
 from ...config.schema import AsyncPipelineConfig, is_strategy, plain

@@ -31,8 +31,8 @@ from ...config.user_classes import find_class, schedule_at
 from ...config.verl_options import REWARDS
 from ...core.graph import GRAPH, OPTIONAL, graph_of
 from ...errors import ConfigError
-from ...patching.patched_tree import require_known, require_patched
-from ...patching.verl_source import find_verl_root
+from ...installed.patch_state import require_known, require_patched
+from ...installed.verl import find_verl_root
 from ...stages.custom import insert_custom_stages
 from ..launch import light_verl
 from ..launch.inputs import faults

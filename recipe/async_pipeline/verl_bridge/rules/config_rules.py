@@ -34,8 +34,8 @@ from ...config.verl_options import (
     WITH_CRITIC,
     WITHOUT_CRITIC,
 )
-from ...contract.config_keys import COMPOSED
 from ...errors import ConfigError
+from ...installed.verl import COMPOSED
 from ..launch.light_verl import compute, fields_of, registered_estimators, registered_losses
 from ..launch.run_config import address_to_join
 from .megatron_rules import check_megatron

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...config.paths import hint
-from ...contract.engines import find_spec
 from ...errors import ConfigError
+from ...installed.engines import find_spec
 from ...redaction import shown
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config.adapters import publishes_adapters
 from ...config.refusals import Refusal, Settings, any_of, other_than, refuse
-from ...contract.engines import find_spec
 from ...errors import ConfigError
+from ...installed.engines import find_spec
 from .engine_arguments import check_arguments, check_engine_names
 from .expert_backends import check_expert_kernels
 from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu

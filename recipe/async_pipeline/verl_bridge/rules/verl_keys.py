@@ -12,9 +12,8 @@ from typing import Any
 
 from ...config.misplaced import ALIKE
 from ...config.paths import OWN, select
-from ...contract.config_keys import has, keys_of_tree
 from ...errors import PatchError
-from ...patching.verl_source import find_verl_root
+from ...installed.verl import find_verl_root, has, keys_of_tree
 
 
 def has_key(path: str) -> bool:

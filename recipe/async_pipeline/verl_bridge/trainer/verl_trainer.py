@@ -13,9 +13,9 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from ...core.schedule import Schedule
+from ...installed.patch_state import require_known
+from ...installed.verl import find_verl_root
 from ...observe.summary import causes
-from ...patching.patched_tree import require_known
-from ...patching.verl_source import find_verl_root
 from .. import replaced
 from ..agent_loop import template_check
 from ..process.plugin_state import require_loaded

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package uses of SGLang's objects at run time, for `contract/engines.py`, which reads this file.
+"""What this package uses of SGLang's objects at run time, for `tools/contract/engines.py`, which reads it.
 
 Imports are not listed: they are read from the code. Literals only, since the file is read, not imported.
-`contract/declared.py` has the grammar.
+`tools/contract/declared.py` has the grammar.
 """
 
 from __future__ import annotations
