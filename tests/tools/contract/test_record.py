@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import ContractError
+from recipe.async_pipeline.installed.engines import FILE as ENGINES_FILE
 from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.tools.contract import engines, record, trees
 from recipe.async_pipeline.tools.contract.shapes import shape_of
@@ -95,7 +96,7 @@ def test_a_damaged_contract_is_refused(tmp_path: Path, text: str | None) -> None
 
 def test_engines_in_conflict_are_recorded_if_all_are_installed(tmp_path: Path) -> None:
     shipped = engines.load(patches_dir())
-    file = tmp_path / engines.FILE
+    file = tmp_path / ENGINES_FILE
     file.write_text("<<<<<<< HEAD\n" + engines.as_text(list(shipped.values())), encoding="utf-8")
     assert record.of_all_engines(shipped, tmp_path) == list(shipped.values())
     with pytest.raises(ContractError, match="is not a contract"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.installed import patch_state
 from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.tools.patches import patched_tree
 from recipe.async_pipeline.tools.patches.unified_diff import format_diff
@@ -92,17 +93,18 @@ def test_the_real_series_on_the_published_verl(published_verl: Path, monkeypatch
     folder, root = patches_dir(), published_verl
     published = contents(root)
     patched_tree.apply(root, folder=folder)
-    read, plain = list[str](), patched_tree.read_or_none
+    state, read = patched_tree.patch_state(root, folder=folder), list[str]()
+    assert state.overall == "applied" and len(state.files) >= 7
 
-    def read_or_none(file: Path) -> bytes | None:
+    def noted(file: Path) -> bytes | None:
         read.append(file.relative_to(root).as_posix())
         return plain(file)
 
+    plain = patch_state.read_or_none
     with monkeypatch.context() as patch:
-        patch.setattr(patched_tree, "read_or_none", read_or_none)
-        state = patched_tree.patch_state(root, folder=folder)
-    assert state.overall == "applied" and len(state.files) >= 7
-    assert read == [file.path for file in state.files], "it reads nothing else"
+        patch.setattr(patch_state, "read_or_none", noted)
+        patch_state.require_patched(root)
+    assert read == [file.path for file in state.files], "every trainer runs this check at startup"
     assert contents(root).keys() - published.keys() == {"verl/trainer/ppo/pipeline.py"}
     patched_tree.revert(root, folder=folder)
     assert contents(root) == published
