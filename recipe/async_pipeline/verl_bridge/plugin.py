@@ -4,6 +4,7 @@
 VERL_USE_EXTERNAL_MODULES may name it too, if VERL_USE_EXTERNAL_PLUGINS disables entry points. It registers
 
 - a `run_ppo` of verl that other entry points than main_ppo call, whose command lines it rewrites;
+- a loader of files of users, such as reward functions, that loads them as Python does;
 - the trainer `async_pipeline`, for `trainer.v1.trainer_mode=async_pipeline` without our patches;
 - the CPU platform, and what verl lacks there (used only with VERL_PLATFORM=cpu).
 
@@ -33,6 +34,7 @@ def load() -> None:
         # Before hydra composes the configuration: an entry point imports verl first.
         rewrite_on_import()
     replaced.apply_on_import("entry points")
+    replaced.apply_on_import("files of users")
     after_import("verl.trainer.ppo.v1.trainer_base", register_trainer)
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         # verl registers its FSDP engines for cuda and npu only; they run on CPU as they are.

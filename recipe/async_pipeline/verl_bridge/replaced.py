@@ -56,6 +56,25 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             wraps=True,
         ),
     ),
+    # Every process that imports verl.
+    "files of users": (
+        Replacement(
+            "verl.utils.import_utils",
+            "load_module",
+            "process.user_modules:as_python_does",
+            why="verl executes a file as a module that dataclasses, pickle and its neighbours do not find",
+            remove_when="verl registers the module of a file in sys.modules",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.tools.tool_registry",
+            "load_function_tools_from_path",
+            "process.user_modules:with_neighbours",
+            why="a file of tools cannot import its neighbours",
+            remove_when="verl adds the folder of the file to sys.path",
+            wraps=True,
+        ),
+    ),
     # The driver, before verl starts Ray.
     "driver": (
         Replacement(

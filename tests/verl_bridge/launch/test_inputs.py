@@ -129,6 +129,33 @@ def test_an_empty_validation_is_refused(problems: Problems, tmp_path: Path) -> N
     assert problem == "data.val_files must have a row, got 0; validate on other data"
 
 
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"data_source": "openai/gsm8k"}, ""),
+        (
+            {"data_source": "my/task"},
+            "data.train_files must have data sources that verl's reward function knows, got 'my/task'; set "
+            "reward.custom_reward_function.path",
+        ),
+        (
+            {},
+            "data.train_files must have the column data_source, got none; set "
+            "reward.custom_reward_function.path, and add the column",
+        ),
+        ({"data_source": "my/task", "agent_name": "my_loop"}, ""),
+    ],
+)
+def test_verls_reward_function_knows_the_data(
+    problems: Problems, tmp_path: Path, row: dict[str, Any], line: str
+) -> None:
+    write_rows([ROW | row] * 16, tmp_path / "train.parquet")
+    validated = {"trainer.test_freq": -1, "trainer.val_before_train": False}
+    changes = {"data.train_files": str(tmp_path / "train.parquet"), **validated}
+    assert not problems(changes), "the run has a reward function"
+    assert problems(changes | {"reward.custom_reward_function.path": None}) == ((line,) if line else ())
+
+
 def test_a_model_has_all_its_files_and_can_chat(problems: Problems, tmp_path: Path) -> None:
     model = tmp_path / "task" / "model"
     index = model / "model.safetensors.index.json"

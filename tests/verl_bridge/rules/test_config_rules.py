@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from types import ModuleType
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from recipe.async_pipeline.config import verl_values
 from recipe.async_pipeline.config.verl_options import RULES
 from recipe.async_pipeline.errors import ConfigError
+from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke
 
 pytestmark = pytest.mark.real_engine
@@ -97,3 +101,45 @@ def test_an_adapter_that_would_not_be_trained_is_refused(
     module.check_adapters(
         smoke({f"{MODEL}.lora.rank": 8, RANK: 8, "actor_rollout_ref.rollout.load_format": "auto"})
     )
+
+
+def test_a_text_in_place_of_a_number_or_a_switch_is_refused(module: ModuleType, smoke: Smoke) -> None:
+    wrong = {
+        "actor_rollout_ref.actor.grad_clip": "abc",
+        "actor_rollout_ref.actor.fsdp_config.param_offload": "yes!",
+        "trainer.test_freq": "often",
+    }
+    with pytest.raises(ConfigError) as refused:
+        module.check_types(smoke({**wrong, "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"}))
+    assert [problem.partition(",")[0] for problem in refused.value.problems] == [
+        "actor_rollout_ref.actor.fsdp_config.param_offload must be True or False",
+        "actor_rollout_ref.actor.grad_clip must be a number",
+        "trainer.test_freq must be a number",
+    ]
+
+
+def test_names_of_values_are_verls(load: Load) -> None:
+    """verl has them in branches, so that they are listed."""
+    torch, algorithms = load("torch"), load("verl.trainer.ppo.core_algos")
+    dtypes = load("verl.utils.torch_dtypes")
+    optimizers = load("verl.workers.config.optimizer")
+    zero = torch.zeros(1, 1)
+    for name in verl_values.KL:
+        algorithms.kl_penalty(zero, zero, name)
+    for name in verl_values.DTYPES:
+        dtypes.PrecisionType.to_dtype(name)
+    for name in verl_values.KL_CONTROLLERS:
+        algorithms.get_kl_controller(
+            OmegaConf.create({"type": name, "kl_coef": 1, "horizon": 1, "target_kl": 1})
+        )
+    known = {str(name) for part in ("HALF", "FLOAT", "BFLOAT") for name in getattr(dtypes, f"{part}_LIST")}
+    assert {name for name in known if "." not in name} == {*map(str, verl_values.DTYPES)}
+    for name in verl_values.SCHEDULERS:
+        optimizers.FSDPOptimizerConfig(lr=1e-6, lr_scheduler_type=name)
+    for name in ("linear", "inverse-square-root", "unheard"):
+        with pytest.raises(AssertionError):
+            optimizers.FSDPOptimizerConfig(lr=1e-6, lr_scheduler_type=name)
+    source = inspect.getsource(algorithms.kl_penalty_forward)
+    branches = " ".join(re.findall(r"kl_penalty (?:==|in) (.*):", source))
+    names = set(re.findall(r'"(\w+)"', branches))
+    assert names - {"full"} == {name.rstrip("+") for name in verl_values.KL}, "verl's `full` raises"

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import glob
 import json
-import logging
 import netrc
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,16 +26,20 @@ from ...config.adapters import adapter_rank
 from ...config.batch_sizes import BATCH
 from ...config.paths import hint, select
 from ...config.training_engine import OTHERS
+from ..reward.default_function import uses_default, verl_knows
 from ..rules.megatron_rules import makes_adapters
+from .chat_check import in_a_line, why_no_chat
+from .light_verl import registered_agent_loops
 
+SOURCE, AGENT = "data_source", "agent_name"
+"""Columns: what the reward function of a row is, and the agent loop."""
+SCORER = "set reward.custom_reward_function.path"
 MODEL, PROMPT_KEY, LOGGER = "actor_rollout_ref.model", "data.prompt_key", "trainer.logger"
 FILES = {"train": "data.train_files", "val": "data.val_files"}
 FORMATS = (".parquet", ".json", ".jsonl")
 """What verl's data set reads."""
 WHOLE_JSON_BYTES = 64 << 20
 """A larger JSON file that is one array is not read here."""
-BUILDER_LOG = "verl.utils.tokenizer.continuous_token_wiring"
-CHAT = [{"role": "user", "content": "1"}]
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -51,12 +52,15 @@ class InputFault(NamedTuple):
     """What is missing here but may exist where the run will be; empty if the fault is in the thing itself."""
 
 
-def faults(config: Mapping[str, Any], *, critic: bool, images: bool) -> Iterator[InputFault]:
+def faults(
+    config: Mapping[str, Any], *, critic: bool, images: bool, scored: bool = False
+) -> Iterator[InputFault]:
     """Yield what a run with this resolved config of verl could not read.
 
-    `critic`: it has one. `images`: its policy draws pictures, so that it has no chat.
+    `critic`: it has one. `images`: its policy draws pictures, so that it has no chat. `scored`: its episodes
+    have rewards of their own.
     """
-    yield from _faults_of_data(config)
+    yield from _faults_of_data(config, scored=scored or images)
     # `diffusers_rules` reads a pipeline of diffusers.
     models = [] if images else [f"{MODEL}.path"]
     models += ["critic.model.path"] if critic and not images else []
@@ -95,9 +99,11 @@ def _faults_of_engine(config: Mapping[str, Any]) -> Iterator[InputFault]:
 class _Contents(NamedTuple):
     rows: int | None
     columns: Sequence[str] | None
+    sources: Sequence[str] = ()
+    """Values of the column `data_source`; of a JSON file, the first one."""
 
 
-def _faults_of_data(config: Mapping[str, Any]) -> Iterator[InputFault]:
+def _faults_of_data(config: Mapping[str, Any], *, scored: bool) -> Iterator[InputFault]:
     """Check the files of verl's own data set; a custom one may take anything."""
     if select(config, "data.custom_cls.path"):
         return
@@ -122,6 +128,33 @@ def _faults_of_data(config: Mapping[str, Any]) -> Iterator[InputFault]:
             most = select(config, f"data.{kind}_max_samples")
             total = min(total, most) if isinstance(most, int) and most > 0 else total
             yield from _faults_of_size(key, kind, total, batch)
+        if not scored and (kind == "train" or _validates(config)):
+            yield from _faults_of_sources(key, config, found)
+
+
+def _validates(config: Mapping[str, Any]) -> bool:
+    return bool(select(config, "trainer.val_before_train")) or (select(config, "trainer.test_freq") or 0) > 0
+
+
+def _faults_of_sources(
+    key: str, config: Mapping[str, Any], found: Sequence[_Contents]
+) -> Iterator[InputFault]:
+    """Check that verl's reward function knows the data, if it scores the run and each row is verl's."""
+    loop = select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
+    if loop not in registered_agent_loops() or not uses_default(config):
+        return
+    for contents in found:
+        if AGENT in (contents.columns or ()):
+            continue
+        if contents.columns is not None and SOURCE not in contents.columns:
+            yield InputFault(f"{key} must have the column {SOURCE}, got none; {SCORER}, and add the column")
+            return
+        if unknown := [source for source in contents.sources if not verl_knows(source)]:
+            yield InputFault(
+                f"{key} must have data sources that verl's reward function knows, got {unknown[0]!r}; "
+                f"{SCORER}"
+            )
+            return
 
 
 def _faults_of_size(key: str, kind: str, rows: int, batch: int) -> Iterator[InputFault]:
@@ -156,7 +189,7 @@ def _contents_of(key: str, name: str, config: Mapping[str, Any], enough: int) ->
     try:
         contents = _read_parquet(path) if name.endswith(".parquet") else _read_json(path, enough)
     except (OSError, ValueError) as error:  # Arrow's errors are among them
-        return InputFault(f"{key} cannot be read: {name}: {_in_a_line(error)}; make the file again")
+        return InputFault(f"{key} cannot be read: {name}: {in_a_line(error)}; make the file again")
     prompt = str(select(config, PROMPT_KEY) or "prompt")
     if contents.columns is not None and prompt not in contents.columns:
         return InputFault(
@@ -170,7 +203,9 @@ def _read_parquet(path: Path) -> _Contents:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        return _Contents(file.metadata.num_rows, file.schema_arrow.names)
+        names = file.schema_arrow.names
+        sources = file.read([SOURCE])[SOURCE].unique().to_pylist() if SOURCE in names else []
+        return _Contents(file.metadata.num_rows, names, [str(source) for source in sources])
 
 
 def _read_json(path: Path, enough: int) -> _Contents:
@@ -185,7 +220,9 @@ def _read_json(path: Path, enough: int) -> _Contents:
             return _Contents(0, None)
         row = json.loads(first)
         rest = sum(1 for line, _ in zip(lines, range(enough), strict=False))
-        return _Contents(1 + rest, list(row) if isinstance(row, Mapping) else None)
+        if not isinstance(row, Mapping):
+            return _Contents(1 + rest, None)
+        return _Contents(1 + rest, list(row), [str(row[SOURCE])] if SOURCE in row else [])
 
 
 # Models.
@@ -250,54 +287,8 @@ def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:
         return
     kwargs = select(config, "data.apply_chat_template_kwargs") or {}
     template = select(config, f"{MODEL}.custom_chat_template")
-    if why := _why_no_chat(str(folder), template, json.dumps(kwargs, default=str)):
+    if why := why_no_chat(str(folder), template, json.dumps(kwargs, default=str)):
         yield InputFault(f"{MODEL}.custom_chat_template must be set for the tokenizer in {folder}: {why}")
-
-
-@cache
-def _why_no_chat(folder: str, template: str | None, kwargs: str) -> str:
-    """Return why the agent loops cannot write a conversation with a tokenizer, or nothing."""
-    # Loading a tokenizer takes seconds, and many plans are made without the model.
-    from verl.utils import hf_tokenizer
-    from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
-
-    try:
-        tokenizer = hf_tokenizer(folder)
-    except Exception as error:  # noqa: BLE001  files that anyone wrote
-        return f"it cannot be loaded ({_in_a_line(error)}); correct {MODEL}.path"
-    tokenizer.chat_template = template or tokenizer.chat_template
-    if not tokenizer.chat_template:
-        return "it has no chat template; take that of the model's chat version, or one of the same family"
-    try:
-        tokenizer.apply_chat_template(
-            CHAT, add_generation_prompt=True, tokenize=True, return_dict=False, **json.loads(kwargs)
-        )
-        described = _json_of(Path(folder) / "config.json")
-        if "vision_config" not in described:  # its builder takes a processor, too
-            with _quiet(BUILDER_LOG):  # the workers will say it
-                create_continuous_token_builder(tokenizer, hf_model_type=described.get("model_type"))
-    except Exception as error:  # noqa: BLE001  a template may raise anything
-        return f"its chat template or special tokens do not fit ({_in_a_line(error)}); correct them"
-    return ""
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Drop the warnings of a logger."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def _json_of(file: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 # Trackers.
@@ -389,7 +380,3 @@ def _faults_of_trackers(config: Mapping[str, Any]) -> Iterator[InputFault]:
                 f"{LOGGER} must have trackers with credentials, got {name!r} without; {tracker.remedy}",
                 f"{LOGGER}={name}, whose credentials are not on this machine",
             )
-
-
-def _in_a_line(error: Exception) -> str:
-    return (" ".join(str(error).split()).rstrip(".") or type(error).__name__)[:300]

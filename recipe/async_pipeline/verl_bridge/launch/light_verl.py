@@ -45,11 +45,13 @@ PACKAGES: Mapping[str, Mapping[str, str]] = {
 """Packages without their `__init__`, and the names that the configuration imports from it: their modules."""
 POSTPONED = ("torch", "transformers", "tensordict", "verl.protocol", "verl.utils.device", "verl.utils.model")
 """Packages and modules that are not imported."""
+AGENT_LOOPS = tuple(f"experimental/agent_loop/{name}_agent_loop.py" for name in ("single_turn", "tool"))
+REWARD_MANAGERS = "experimental/reward_loop/reward_manager"
 OTHERS = ("VERL_USE_EXTERNAL_MODULES", "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_MODELSCOPE")
 """Variables by which code of others changes verl when it is imported."""
 LIGHT = (
     *("verl.trainer.config", "verl.utils.profiler", "verl.utils.qat", "verl.utils.skip"),
-    *("verl.trainer.ppo.rollout_corr_helper", "verl.workers.config"),
+    *("verl.trainer.ppo.rollout_corr_helper", "verl.utils.reward_score", "verl.workers.config"),
 )
 """Where what is light can be imported from, such as the classes of verl's configuration."""
 Result = TypeVar("Result")
@@ -244,11 +246,35 @@ def registered_losses() -> frozenset[str]:
     return frozenset(POLICY_LOSS_REGISTRY)
 
 
+def registered_agent_loops() -> frozenset[str]:
+    """Return the names of verl's agent loops."""
+    return _registered_by("register", *AGENT_LOOPS)
+
+
+def registered_reward_managers() -> frozenset[str]:
+    """Return the names of verl's reward managers."""
+    folder = find_verl_root() / "verl" / REWARD_MANAGERS
+    files = tuple(f"{REWARD_MANAGERS}/{file.name}" for file in sorted(folder.glob("*.py")))
+    return _registered_by("register", *files) | _registered_by("register_manager", *files)
+
+
+def registered_tool_parsers() -> frozenset[str]:
+    """Return the names of the forms of calls of tools that verl can read."""
+    return _registered_by("ToolParser.register", "experimental/agent_loop/tool_parser.py")
+
+
 @cache
-def _registered_by(decorator: str) -> frozenset[str]:
-    """Return the names that a decorator gets in the source of verl's estimators and losses."""
-    algorithms = find_verl_root() / "verl" / "trainer" / "ppo" / "core_algos.py"
-    body = ast.parse(algorithms.read_bytes()).body
+def _registered_by(decorator: str, *files: str) -> frozenset[str]:
+    """Return the names that a decorator gets in files of verl's source."""
+    return frozenset(
+        name
+        for file in files or ("trainer/ppo/core_algos.py",)
+        for name in _names_in((find_verl_root() / "verl" / file).read_bytes(), decorator)
+    )
+
+
+def _names_in(source: bytes, decorator: str) -> Iterator[str]:
+    body = ast.parse(source).body
     values = {
         f"{node.name}.{ast.unparse(line.targets[0])}": ast.literal_eval(line.value)
         for node in body
@@ -256,10 +282,8 @@ def _registered_by(decorator: str) -> frozenset[str]:
         for line in node.body
         if isinstance(line, ast.Assign)
     }
-    calls = [call for node in body if isinstance(node, ast.FunctionDef) for call in node.decorator_list]
-    return frozenset(
-        str(first.value if isinstance(first, ast.Constant) else values[ast.unparse(first)])
-        for call in calls
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator
-        for first in call.args[:1]
-    )
+    for node in body:
+        for call in node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator and call.args:
+                first = call.args[0]
+                yield str(first.value if isinstance(first, ast.Constant) else values[ast.unparse(first)])

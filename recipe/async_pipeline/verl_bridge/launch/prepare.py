@@ -26,13 +26,10 @@ from ...checkpoint import owner
 from ...checkpoint.resume import LEDGER, check_ledger, origin_of, root_of, saves
 from ...config.agent_program import program_values
 from ...config.loss_modes import LOSS_CONFIG
-from ...config.machine import require_machine
 from ...config.misplaced import SWITCHES
-from ...config.paths import MODE, OWN, PATCH_FREE, RUNTIME, select
-from ...config.published import arena_bytes
+from ...config.paths import MODE, OWN, PATCH_FREE, RUNTIME
 from ...config.rollout_correction import describe_correction
 from ...config.runtime import RuntimeConfig
-from ...config.sample_store import store_budget
 from ...config.schema import AsyncPipelineConfig, is_strategy, plain
 from ...config.verl_options import MANAGER
 from ...console import echo
@@ -45,7 +42,7 @@ from ..rules.config_checks import FOREIGN_PATHS, Checked, _update, checked, remo
 from ..rules.config_rules import STOCK_LOSS_CONFIG, reward_model_devices
 from .engine_contract import check_engine
 from .ray_cluster import choose_cluster, mark_run_dir, require_devices
-from .run_config import ADDRESS, INIT, LOCAL
+from .run_config import ADDRESS, LOCAL
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.weights.checkpoint_engine"
@@ -111,15 +108,6 @@ def _check_engine(config: DictConfig, found: Checked) -> None:
         _say(line)
 
 
-def _require_machine(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if Ray and the run could not start here; warns of what the run may do without."""
-    resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
-    temporary = select(resolved, f"{INIT}._temp_dir")
-    needed = {"needed_shm_bytes": arena_bytes(resolved), "store_bytes": store_budget(resolved, knobs).nbytes}
-    for line in require_machine(**needed, temporary=temporary):
-        _say(line)
-
-
 def _require_devices(config: DictConfig) -> None:
     plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     needed = RuntimeConfig.of(plain).placement.devices + reward_model_devices(config)
@@ -158,8 +146,6 @@ def _prepare(config: DictConfig) -> None:
         return
     _check_engine(config, found)
     cluster, line = choose_cluster(config, found.placement)
-    if cluster[ADDRESS] == LOCAL:
-        _require_machine(config, found.translation.config)
     run_dir = _take_folders(config, found.translation.config)
     notes = set_verls_keys(
         config, found, HydraConfig.get().overrides.task if HydraConfig.initialized() else ()

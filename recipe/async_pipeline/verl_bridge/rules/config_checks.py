@@ -19,12 +19,14 @@ from ...config.agent_program import program_values
 from ...config.aliases import BYPASS, FOREIGN
 from ...config.batch_sizes import fit_batch_sizes
 from ...config.environment_arguments import check_environment
+from ...config.machine import require_machine
 from ...config.misplaced import SWITCHES
 from ...config.older_verl import corrected
 from ...config.paths import MODE, OWN, PATCH_FREE, select
 from ...config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
+from ...config.published import arena_bytes
 from ...config.refusals import Settings, refuse
-from ...config.sample_store import fit_capacity
+from ...config.sample_store import fit_capacity, store_budget
 from ...config.schema import AsyncPipelineConfig
 from ...config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ...config.user_classes import find_class, schedule_at
@@ -36,8 +38,8 @@ from ...installed.verl import find_verl_root
 from ...stages.custom import insert_custom_stages
 from ..launch import light_verl
 from ..launch.inputs import faults
-from ..launch.run_config import address_to_join
-from ..reward.executor import FILE, PACKAGE, FunctionLocation
+from ..launch.run_config import INIT, address_to_join
+from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
 from .config_rules import OPTION_CHECKS, check_corrections, check_devices, check_sections
 from .diffusers_rules import check_images, draws_images, set_image_keys
@@ -206,22 +208,9 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
             find_class(target, f"{OWN}.custom_stages")
 
 
-def _require_reward_function(review: Review) -> None:
-    """Raises ConfigError if the reward function is missing, or does not fit the knobs."""
-    config, knobs = review.config, review.knobs
-    refuse(REWARDS, Settings(config, knobs))
-    path = OmegaConf.select(config, "reward.custom_reward_function.path")
-    if path and not str(path).startswith(PACKAGE) and not Path(str(path).removeprefix(FILE)).is_file():
-        if not review.planning:
-            raise ConfigError(
-                f"reward.custom_reward_function.path must be an existing Python file or {PACKAGE}MODULE, got "
-                f"{str(path)!r}; correct it"
-            )
-        review.unchecked.append(f"reward.custom_reward_function.path={path}, which is not on this machine")
-        return
-    if knobs.reward.timeout_s is None:
-        return  # the workers load it, each within its own limits
-    FunctionLocation(str(path), str(config.reward.custom_reward_function.name), {}).load()
+def _require_rewards(review: Review) -> None:
+    """Raises ConfigError if the knobs do not fit the rewards."""
+    refuse(REWARDS, Settings(review.config, review.knobs))
 
 
 def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -235,20 +224,51 @@ def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> 
 
 
 def _require_inputs(review: Review) -> None:
-    """Raises ConfigError if the run could not read its data, a model or a tracker's account.
+    """Raises ConfigError if the run could not read its data, a model, a user's file or a tracker's account.
 
     What a plan, or a run on a Ray cluster, may have elsewhere becomes a line of what is not checked.
     """
     elsewhere = review.planning or address_to_join(review.config) is not None
-    found = faults(review.resolved, critic=has_critic(review.config), images=draws_images(review.config))
+    found = faults(
+        review.resolved,
+        critic=has_critic(review.config),
+        images=draws_images(review.config),
+        scored=bool(review.knobs.agentic.environment or review.knobs.agentic.agent),
+    )
     problems = []
-    for fault in found:
+    for fault in (*faults_of_user_files(review.resolved), *found):
         if fault.absent and elsewhere:
             review.unchecked.append(fault.absent)
         else:
             problems.append(fault.problem)
     if problems:
         raise ConfigError(*problems)
+
+
+def _require_machine(review: Review) -> None:
+    """Raises ConfigError if Ray and the run could not start here; notes what the run may do without.
+
+    For a plan, which may be of another machine, all of it is a note. A cluster that runs already has started.
+    """
+    if address_to_join(review.config) is not None:
+        return
+    resolved = review.resolved
+    try:
+        lines = require_machine(
+            needed_shm_bytes=arena_bytes(resolved),
+            store_bytes=store_budget(resolved, review.knobs).nbytes,
+            temporary=select(resolved, f"{INIT}._temp_dir"),
+        )
+    except ConfigError as error:
+        if not review.planning:
+            raise
+        lines = tuple(f"WARNING: on this machine {problem}" for problem in error.problems)
+    _note(review, lines)
+
+
+def _note(review: Review, notes: Iterable[str]) -> None:
+    old = review.translation
+    review.translation = dataclasses.replace(old, notes=(*old.notes, *notes))
 
 
 def _adopt_adapter(review: Review) -> None:
@@ -276,9 +296,9 @@ def _set(review: Review, found: Mapping[str, tuple[Any, str]]) -> None:
     """Set keys of verl, each to a value and with a note why, in the config and in what a run sets."""
     values = {path: value for path, (value, _) in found.items()}
     _update(review.config, values)
-    notes = (f"{path} is set to {value}: {why}" for path, (value, why) in found.items())
+    _note(review, (f"{path} is set to {value}: {why}" for path, (value, why) in found.items()))
     old = review.translation
-    review.translation = dataclasses.replace(old, notes=(*old.notes, *notes), verl={**old.verl, **values})
+    review.translation = dataclasses.replace(old, verl={**old.verl, **values})
 
 
 def _require_servable_rank(review: Review) -> None:
@@ -354,7 +374,7 @@ CHECKS: tuple[Check, ...] = (
     Check(lambda review: check_sections(review.config), stops=True),
     Check(_translate, stops=True),
     Check(lambda review: _require_importable(review.knobs)),
-    Check(_require_reward_function),
+    Check(_require_rewards),
     Check(lambda review: check_environment(review.knobs.agentic)),
     Check(lambda review: program_values(review.knobs.agentic)),
     Check(_apply_translation, stops=True),
@@ -371,6 +391,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_choose_old_logp, needs="placement"),
     Check(lambda review: check_devices(review.config, review.placement, review.knobs), needs="placement"),
     Check(_fit_batch_sizes, needs="placement"),
+    Check(_require_machine, needs="resolved"),
     Check(_require_servable_rank, last=True),
     Check(_require_verls_consent, last=True),
 )

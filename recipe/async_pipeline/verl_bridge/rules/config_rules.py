@@ -13,7 +13,7 @@ from ...config.adapters import adapter_rank
 from ...config.aliases import FLOW_GRPO
 from ...config.divisibility import check_replicas
 from ...config.loss_modes import LOSS_CONFIG, OWN_LOSSES
-from ...config.paths import OWN, hint
+from ...config.paths import OWN, hint, walk
 from ...config.placement import Placement
 from ...config.refusals import Settings, refuse
 from ...config.rollout_correction import (
@@ -34,6 +34,7 @@ from ...config.verl_options import (
     WITH_CRITIC,
     WITHOUT_CRITIC,
 )
+from ...config.verl_values import VALUES
 from ...errors import ConfigError
 from ...installed.verl import COMPOSED
 from ..launch.light_verl import compute, fields_of, registered_estimators, registered_losses
@@ -43,6 +44,8 @@ from .model_rules import ROLLOUT, check_model, has_critic, has_reference
 from .verl_keys import verl_trees
 
 STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
+TEXTS = f"{CORRECTION}."
+"""A section whose numbers may be texts, for bands."""
 _ABSENT = object()
 
 
@@ -69,9 +72,23 @@ def _sections_of_verl() -> tuple[str, ...]:
     return tuple(below(verl_trees()[COMPOSED[0]], ""))
 
 
+def check_types(config: DictConfig) -> None:
+    """Raises ConfigError if a text is where verl has a number or a switch, which fails where it is used."""
+    found = []
+    for path, default in walk(verl_trees()[COMPOSED[0]]):
+        if not isinstance(default, int | float) or path.startswith(TEXTS):
+            continue
+        value = OmegaConf.select(config, path)
+        if isinstance(value, str):
+            kind = "True or False" if isinstance(default, bool) else "a number"
+            found.append(f"{path} must be {kind}, got {value!r}; verl's default is {default}")
+    if found:
+        raise ConfigError(*found)
+
+
 def check_verl_config(config: DictConfig) -> None:
     """Raises ConfigError for an option of verl that the pipeline does not support."""
-    refuse((*RULES, *ESTIMATORS), Settings(config))
+    refuse((*RULES, *VALUES, *ESTIMATORS), Settings(config))
 
 
 def check_adapters(config: DictConfig) -> None:
@@ -81,6 +98,7 @@ def check_adapters(config: DictConfig) -> None:
 
 OPTION_CHECKS: tuple[Callable[[DictConfig], None], ...] = (
     check_verl_config,
+    check_types,
     lambda config: check_megatron(config, critic=has_critic(config)),
     check_adapters,
     check_model,
