@@ -8,13 +8,14 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..errors import ConfigError
 from .adapters import MODEL, publishes_adapters
 from .paths import MODE, OWN, PATCH_FREE, select
 from .refusals import Refusal
-from .rollout_correction import correcting_loss
+from .rollout_correction import IS_LEVELS, correcting_loss
 
 WHOLE = ("model", "optimizer", "extra")
 """What a checkpoint of verl must hold for an exact resume."""
@@ -37,7 +38,9 @@ class Moved(NamedTuple):
     keeps: bool = False
     """Whether the word remains, too."""
     convert: Callable[[str], str | None] = lambda value: value
-    """Returns what a value becomes; None if the word remains, for other checks to refuse it."""
+    """Returns what a value becomes: None if the word remains, for other checks to refuse it; nothing if it is
+    left out.
+    """
 
 
 def _gone(why: str) -> Moved:
@@ -54,8 +57,13 @@ def _unset(value: Any) -> bool:
     return value is None
 
 
-def _token_weights(applied: str) -> str | None:
-    return {"true": "token", "false": "null"}.get(applied.lower())
+def _weights(applied: str) -> str | None:
+    return {"true": "token", "false": "null", "sequence": "sequence"}.get(applied.lower())
+
+
+def _without(*values: str) -> Callable[[str], str]:
+    """Leave some values out; `verl_options.RULES` refuses the others."""
+    return lambda value: "" if value.lower() in values else value
 
 
 def _truncated_at(cap: str) -> str | None:
@@ -66,6 +74,7 @@ def _truncated_at(cap: str) -> str | None:
 
 
 _CORRECTION = "algorithm.rollout_correction"
+IS_LEVEL, IS_MODE, IS_VETO = (f"algorithm.rollout_is_{name}" for name in ("level", "mode", "veto_threshold"))
 _RM, _NEW_RM = "reward_model", "reward.reward_model"
 _OVERLONG, _LONGEST = "reward.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.max_resp_len"
 _SERVED = _gone("an engine serves the reward model, with reward.reward_model.rollout")
@@ -127,8 +136,12 @@ MOVED: Mapping[str, Moved] = {
     "trainer.use_legacy_worker_impl": _gone("verl has one implementation of its workers"),
     "trainer.default_hdfs_dir": _gone("verl's V1 trainer copies no checkpoint"),
     # Truncated importance sampling: verl up to 0.6.
-    "algorithm.rollout_is": Moved(f"{_CORRECTION}.rollout_is", convert=_token_weights),
+    "algorithm.rollout_is": Moved(f"{_CORRECTION}.rollout_is", convert=_weights),
     "algorithm.rollout_is_threshold": Moved(f"{_CORRECTION}.rollout_is_threshold"),
+    "algorithm.rollout_is_threshold_lower": _gone("weights had a lower bound with rollout_is_mode=mask only"),
+    IS_LEVEL: Moved(f"++{IS_LEVEL}", f"{_CORRECTION}.rollout_is has the level", convert=_without(*IS_LEVELS)),
+    IS_MODE: Moved(f"++{IS_MODE}", "rollout_is truncates weights", convert=_without("truncate")),
+    IS_VETO: Moved(f"++{IS_VETO}", "it vetoes nothing", convert=_without("null")),
     f"{_ACTOR}.tis_imp_ratio_cap": Moved(_CORRECTION, convert=_truncated_at),
     "data.continuous_token": _gone("tokens of a conversation are always continued, by the type of the model"),
     "algorithm.filter_groups.max_num_gen_batches": _gone("prompts are drawn until a step is full"),
@@ -189,10 +202,12 @@ def modernised(
     """Return a command line as this verl understands it, and a note on each word that changed.
 
     `has` says whether verl's configuration has a key, so that a `+` before it is left out.
+
+    Raises ConfigError if an old key and the present one have different values.
     """
-    words = list(overrides)
-    given = {_key(word) for word in words}
-    found, notes = [], list[str]()
+    words = [*_with_level(overrides)]
+    given = {_key(word): word.partition("=")[2] for word in words}
+    found, notes, problems = [], list[str](), list[str]()
     for word in words:
         key, (path, moved) = _key(word), _moved(_key(word))
         value = word.partition("=")[2]
@@ -202,21 +217,42 @@ def modernised(
             notes += [why] if why else []
             continue
         now, becomes = f"{moved.now}{key.removeprefix(path)}" if moved.now else "", moved.convert(value)
+        present = now.lstrip("+")
         rest = [word] if moved.keeps or becomes is None else []
-        if not now:
+        if not now or becomes == "":
             notes.append(f"ignored: {key}={value}, because {moved.why}")
-        elif now.lstrip("+") in given - {key}:
-            notes.append(f"ignored: {key}={value}, because {now.lstrip('+')} is set, too")
+        elif present in given.keys() - {key}:
+            if not moved.keeps and becomes is not None and not _same(becomes, given[present]):
+                problems.append(
+                    f"{key} is an old name of {present}, which is set, too, got {value} and {given[present]}; "
+                    "keep one of them"
+                )
+            notes.append(f"ignored: {key}={value}, because {present} is set, too")
         elif becomes is not None:
             why = f": {moved.why}" if moved.why else ""
-            notes.append(f"{key}={value} -> {now.lstrip('+')}={becomes}{why}")
+            notes.append(f"{key}={value} -> {present}={becomes}{why}")
             rest.append(f"{now}={becomes}")
         found += rest
+    if problems:
+        raise ConfigError(*problems)
     return _trainer(found, notes), tuple(notes)
+
+
+def _with_level(words: Iterable[str]) -> Iterator[str]:
+    """Yield a command line in which the value of `algorithm.rollout_is` has the level of the weights."""
+    given = list(words)
+    of_sequences = any(_key(word) == IS_LEVEL and word.endswith("=sequence") for word in given)
+    for word in given:
+        applied = _key(word) == "algorithm.rollout_is" and word.lower().endswith("=true")
+        yield f"{word.partition('=')[0]}=sequence" if applied and of_sequences else word
 
 
 def _key(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
+
+
+def _same(one: str, other: str) -> bool:
+    return one.strip("'\"").lower() == other.strip("'\"").lower()
 
 
 def _moved(key: str) -> tuple[str, Moved | None]:
