@@ -19,6 +19,7 @@ DERIVED = (
     "docs/configuration.md",
     "patches/contract.json",
     "patches/engines.json",
+    "patches/keys.tsv",
     "contrib/verl_recipe/async_pipeline/REQUIRED_VERL.txt",
     "tests/nightly.tsv",
     "recipe/async_pipeline/errors.py",

@@ -41,6 +41,7 @@ BUCKET = f"++{OWN}.weight_sync.gather_bucket_size_mb=512"
             f"{ACTOR}.fsdp_config.strategy=fsdp2",
             [f"{ACTOR}.fsdp_config.strategy=fsdp2", f"{ACTOR}.strategy=fsdp2"],
         ),
+        (f"{ACTOR}.grad_clip=0.5", [f"{ACTOR}.optim.clip_grad=0.5"]),
         (f"{ACTOR}.router_replay.mode=R2", [f"{ACTOR}.megatron.router_replay.mode=R2"]),
         (f"+{ACTOR}.policy_loss.tau_pos=1.0", [f"{ACTOR}.tau_pos=1.0"]),
         (f"{ROLLOUT}.n_agent=5", [f"{ROLLOUT}.n=5"]),
@@ -154,6 +155,11 @@ def test_a_chosen_strategy_stays_with_a_trainer_of_verl() -> None:
             {"trainer.resume_from_path": None},
         ),
         ({"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "x"}, {}),
+        (
+            {f"{ACTOR}.fsdp_config.dtype": "float16", "critic.fsdp.dtype": "bfloat16"},
+            {f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "fp16"},
+        ),
+        ({"critic.fsdp": {"dtype": "float32", "mixed_precision": {"param_dtype": "bf16"}}}, {}),
         (
             {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
             {f"{ROLLOUT}.checkpoint_engine.backend": "dual_buffer"},

@@ -20,6 +20,8 @@ from .rollout_correction import IS_LEVELS, correcting_loss
 WHOLE = ("model", "optimizer", "extra")
 """What a checkpoint of verl must hold for an exact resume."""
 
+PRECISIONS = {"float16": "fp16", "float32": "fp32"}
+"""Values of FSDP's `dtype` other than the default, as `mixed_precision` has them."""
 VERLS_ENGINES = ("nccl", "hccl", "nixl", "mooncake", "kimi_ckpt_engine")
 """verl's own transports of weights."""
 
@@ -98,7 +100,7 @@ MOVED: Mapping[str, Moved] = {
     f"{_RM}.reward_manager": Moved("reward.reward_manager.name"),
     f"{_RM}.reward_loop_source": Moved("reward.reward_manager.source"),
     f"{_RM}.reward_loop_module_path": Moved("reward.reward_manager.module.path"),
-    f"{_RM}.reward_loop_class_name": Moved("reward.reward_manager.module.name"),
+    f"{_RM}.reward_loop_class_name": Moved("reward.reward_manager.name"),
     f"{_RM}.enable": Moved(f"{_NEW_RM}.enable"),
     f"{_RM}.enable_resource_pool": Moved(f"{_NEW_RM}.enable_resource_pool"),
     f"{_RM}.n_gpus_per_node": Moved(f"{_NEW_RM}.n_gpus_per_node"),
@@ -112,6 +114,7 @@ MOVED: Mapping[str, Moved] = {
     f"{_RM}.model.use_remove_padding": _SERVED,
     f"{_RM}.model.fsdp_config": _SERVED,
     f"{_RM}.model.trust_remote_code": _SERVED,
+    f"{_RM}.model.external_lib": _SERVED,
     f"{_RM}.micro_batch_size": _SERVED,
     f"{_RM}.micro_batch_size_per_gpu": _SERVED,
     f"{_RM}.use_dynamic_bsz": _SERVED,
@@ -126,6 +129,8 @@ MOVED: Mapping[str, Moved] = {
     f"{_ACTOR}.router_replay": Moved(f"{_ACTOR}.megatron.router_replay"),
     f"{_ACTOR}.policy_loss.tau_pos": Moved(f"{_ACTOR}.tau_pos"),
     f"{_ACTOR}.policy_loss.tau_neg": Moved(f"{_ACTOR}.tau_neg"),
+    f"{_ACTOR}.grad_clip": Moved(f"{_ACTOR}.optim.clip_grad"),
+    "critic.grad_clip": Moved("critic.optim.clip_grad"),
     f"{_ACTOR}.fsdp_config.strategy": Moved(
         f"{_ACTOR}.strategy", "the engine is chosen there, not by its section", keeps=True
     ),
@@ -224,8 +229,8 @@ def modernised(
         elif present in given.keys() - {key}:
             if not moved.keeps and becomes is not None and not _same(becomes, given[present]):
                 problems.append(
-                    f"{key} is an old name of {present}, which is set, too, got {value} and {given[present]}; "
-                    "keep one of them"
+                    f"{key} is an old name of {present}, which is set, too, got {value} and "
+                    f"{given[present]}; keep one of them"
                 )
             notes.append(f"ignored: {key}={value}, because {present} is set, too")
         elif becomes is not None:
@@ -291,6 +296,7 @@ def corrected(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Return values that a run needs in place of ones that are common with other trainers, each with why."""
     return (
         _training(raw)
+        | _precision(raw)
         | correcting_loss(raw)
         | _served(raw)
         | _reward_model(raw)
@@ -312,6 +318,17 @@ def _training(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
             parts = select(raw, f"{model}.checkpoint.{name}")
             if isinstance(parts, list) and (missing := [part for part in WHOLE if part not in parts]):
                 found[f"{model}.checkpoint.{name}"] = [*parts, *missing], "an exact resume needs all of it"
+    return found
+
+
+def _precision(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Give FSDP the precision of `dtype`, which verl's engine no longer reads."""
+    found: dict[str, tuple[Any, str]] = {}
+    for section in (f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"):
+        dtype = select(raw, f"{section}.dtype")
+        if dtype in PRECISIONS and select(raw, f"{section}.mixed_precision") is None:
+            path = f"{section}.mixed_precision.param_dtype"
+            found[path] = PRECISIONS[dtype], f"verl's engine reads it in place of dtype={dtype}"
     return found
 
 
