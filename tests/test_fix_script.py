@@ -20,6 +20,7 @@ DERIVED = (
     "patches/contract.json",
     "patches/engines.json",
     "patches/state.json",
+    "patches/keys.tsv",
     "contrib/verl_recipe/async_pipeline/REQUIRED_VERL.txt",
     "tests/nightly.tsv",
     "recipe/async_pipeline/errors.py",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..errors import PatchError
 
 COMPOSED = ("_generated_ppo_trainer.yaml", "_generated_ppo_megatron_trainer.yaml")
 """verl's whole configurations, composed."""
+OF_ALL_ENGINES = (*COMPOSED, "_generated_ppo_torchtitan_trainer.yaml", "_generated_ppo_veomni_trainer.yaml")
 FOLDER = Path("verl/trainer/config")
 
 
@@ -32,13 +33,13 @@ def version_in(root: Path) -> str | None:
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
-def keys_of_tree(root: Path) -> dict[str, Mapping[str, Any]]:
+def keys_of_tree(root: Path, names: Iterable[str] = COMPOSED) -> dict[str, Mapping[str, Any]]:
     """Return verl's composed configurations by the names of their files; empty if there are none."""
     import yaml
 
     # The loader in Python takes half a second for a file.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    files = [root / FOLDER / name for name in COMPOSED]
+    files = [root / FOLDER / name for name in names]
     return {file.name: yaml.load(file.read_bytes(), Loader=loader) for file in files if file.is_file()}
 
 

@@ -50,7 +50,10 @@ def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True) -> None:
     from .rules.spelling import without_unread
     from .rules.verl_keys import has_key
 
-    rewritten, notes = modernised(words, has_key)
+    try:
+        rewritten, notes = modernised(words, has_key)
+    except AsyncPipelineError as error:
+        _refuse(str(error))
     others = [word for word in argv[1:] if word not in words]
     if of_main_ppo and not others:  # a configuration of the user may read any key
         rewritten, more = without_unread(rewritten)

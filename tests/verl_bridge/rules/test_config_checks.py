@@ -92,6 +92,12 @@ def test_the_rank_of_a_saved_adapter_is_taken_from_its_files(
     assert found.translation.verl[rank] == 32
 
 
+def test_a_key_that_nothing_reads_is_named(launch: ModuleType, smoke: Smoke) -> None:
+    notes = launch.checked(smoke({"trainer.balance_batch": False})).translation.notes
+    (note,) = (note for note in notes if "has no effect" in note)
+    assert note.startswith("trainer.balance_batch has no effect in a pipeline run: ")
+
+
 def test_a_device_on_which_this_package_never_ran_is_named(launch: ModuleType, smoke: Smoke) -> None:
     line = "trainer.device=npu, on which this package was never run"
     assert line in launch.checked(smoke({"trainer.device": "npu"})).unchecked

@@ -61,7 +61,7 @@ VERLS: Table = (
     ("algorithm.*", as_it_is),
     ("critic.*", as_it_is),
     ("data.*", as_it_is),
-    ("global_profiler.*", as_it_is),
+    ("global_profiler.*", nothing("the pipeline profiles no steps")),
     ("ray_kwargs.*", as_it_is),
     ("reward.*", as_it_is),
     ("trainer.*", as_it_is),

@@ -31,6 +31,7 @@ from ...config.schema import AsyncPipelineConfig
 from ...config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ...config.user_classes import find_class, schedule_at
 from ...config.verl_options import REWARDS
+from ...config.without_effect import without_effect
 from ...core.graph import GRAPH, OPTIONAL, graph_of
 from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched
@@ -48,6 +49,7 @@ from .engine_memory import set_engine_memory
 from .expert_backends import set_expert_kernels
 from .model_rules import ROLLOUT, described_model, has_critic, has_reference
 from .spelling import check_spelling
+from .verl_keys import verl_trees
 
 FOREIGN_PATHS = tuple(key.path for key in FOREIGN)
 
@@ -132,6 +134,11 @@ def _note_device(review: Review) -> None:
     device = OmegaConf.select(review.config, "trainer.device")
     if device not in (None, "cuda", "cpu"):
         review.unchecked.append(f"trainer.device={device}, on which this package was never run")
+
+
+def _note_keys_without_effect(review: Review) -> None:
+    """Name the keys that the user sets and nothing reads."""
+    _note(review, without_effect(review.raw, verl_trees().values()))
 
 
 def _check_resume(review: Review) -> None:
@@ -379,6 +386,7 @@ CHECKS: tuple[Check, ...] = (
     Check(lambda review: program_values(review.knobs.agentic)),
     Check(_apply_translation, stops=True),
     Check(_note_device),
+    Check(_note_keys_without_effect),
     Check(_adopt_adapter),
     Check(lambda review: check_spelling(review.config)),
     *(Check(lambda review, run=run: run(review.config)) for run in OPTION_CHECKS),  # type: ignore[misc]
