@@ -41,7 +41,7 @@ from ..launch.inputs import faults
 from ..launch.run_config import INIT, address_to_join
 from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
-from .config_rules import OPTION_CHECKS, check_corrections, check_devices, check_sections
+from .config_rules import OPTION_CHECKS, check_corrections, check_devices, check_sections, check_types
 from .diffusers_rules import check_images, draws_images, set_image_keys
 from .engine_arguments import largest_adapter_rank
 from .engine_memory import set_engine_memory
@@ -386,6 +386,7 @@ CHECKS: tuple[Check, ...] = (
     Check(lambda review: _require_stages_that_fit(review.config, review.knobs)),
     Check(lambda review: check_corrections(review.config, review.knobs)),
     Check(_check_resume),
+    Check(lambda review: check_types(review.resolved), needs="resolved"),
     Check(_require_inputs, needs="resolved"),
     Check(_place, needs="resolved"),
     Check(_choose_old_logp, needs="placement"),
