@@ -59,7 +59,7 @@ def faults(
     """Yield what a run with this resolved config of verl could not read.
 
     `critic`: it has one. `images`: its policy draws pictures, so that it has no chat. `scored`: its episodes
-    have rewards of their own.
+    come with rewards.
     """
     yield from _faults_of_data(config, scored=scored or images)
     # `diffusers_rules` reads a pipeline of diffusers.

@@ -187,6 +187,9 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
             f"define it in {LOOPS}"
         )
     forms = sorted(registered_tool_parsers())
+    functions = _resolved(config, FUNCTIONS)
+    if isinstance(functions, Path) and str(form).encode() in functions.read_bytes():
+        return  # a file of functions may register its form
     if form not in forms and (loop == TOOL_LOOP or select(config, TOOLS) or select(config, FUNCTIONS)):
         yield InputFault(
             f"{FORMAT} must be one of {', '.join(forms)}, got {form!r}{hint(str(form), forms)}; correct it"
@@ -216,7 +219,7 @@ def _resolved(config: Mapping[str, Any], key: str) -> Path | InputFault | None:
         return found
     home = "; write the home folder out" if str(name).startswith("~") else "; correct the path"
     return InputFault(
-        f"{key} must name a file, got {name!r}, where there is none{home}",
+        f"{key} must name an existing file, got {name!r}{home}",
         f"{key}={name}, which is not on this machine",
     )
 

@@ -252,12 +252,11 @@ def _require_machine(review: Review) -> None:
     """
     if address_to_join(review.config) is not None:
         return
-    resolved = review.resolved
     try:
         lines = require_machine(
-            needed_shm_bytes=arena_bytes(resolved),
-            store_bytes=store_budget(resolved, review.knobs).nbytes,
-            temporary=select(resolved, f"{INIT}._temp_dir"),
+            needed_shm_bytes=arena_bytes(review.resolved),
+            store_bytes=store_budget(review.resolved, review.knobs).nbytes,
+            temporary=select(review.resolved, f"{INIT}._temp_dir"),
         )
     except ConfigError as error:
         if not review.planning:
