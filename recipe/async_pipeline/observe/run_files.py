@@ -55,7 +55,7 @@ def set_aside_run(folder: Path) -> Path | None:
 def events_of_steps(folder: Path) -> Path:
     """Return the events of the newest process that trained a step; `events.jsonl` if none did.
 
-    A process that resumes a completed run, or fails before its first step, has no figures of its own.
+    A process that resumes a completed run, or fails before its first step, has no figures.
     """
     newest = folder / EVENTS
     numbered = sorted(folder.glob("events.*.jsonl"), key=_number_of, reverse=True)

@@ -56,7 +56,7 @@ def send_length(sender: Any, word: str) -> None:
 
 
 def _by_process(word: str, method: str) -> float:
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=send_length, args=(sender, word))
     process.start()

@@ -51,8 +51,16 @@ def test_the_entry_point_ends_with_them(capsys: pytest.CaptureFixture[str]) -> N
         ["--multirun", "data.train_batch_size=8,16", *UNKNOWN],
         ["--config-name=nowhere", *UNKNOWN],
         ["--config-path=nowhere", *UNKNOWN],
-        ["data.train_batch_size=[", *UNKNOWN],
     ],
 )
 def test_all_else_is_left_to_hydra(module: ModuleType, arguments: list[str]) -> None:
     module.check_command_line(arguments)
+
+
+def test_an_override_that_cannot_be_parsed_is_one_line(module: ModuleType) -> None:
+    """hydra itself prints a traceback if HYDRA_FULL_ERROR is set."""
+    for override in ("trainer.logger=[a,b", "data.train_batch_size=["):
+        with pytest.raises(ConfigError) as raised:
+            module.check_command_line([*SMOKE, override])
+        (problem,) = raised.value.problems
+        assert " cannot be parsed" in problem and "\n" not in problem

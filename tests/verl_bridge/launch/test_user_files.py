@@ -61,7 +61,7 @@ def test_a_missing_file_is_named_and_may_be_elsewhere(key: str) -> None:
         (MANAGER, "naiv", "must be one of dapo, .*, got 'naiv' .did you mean 'naive'"),
     ],
 )
-def test_a_misspelled_name_is_told_with_the_names_that_exist(key: str, value: str, line: str) -> None:
+def test_a_misspelled_name_is_refused_with_a_hint(key: str, value: str, line: str) -> None:
     (problem,) = problems({key: value})
     assert re.match(f"{key} {line}", problem)
 
@@ -106,6 +106,8 @@ def test_functions_of_a_file_are_tools_and_their_imports_exist(write: Write) -> 
     head = "import json\nimport my_units\nfrom verl.tools.function_tool import function_tool\n"
     function = "@function_tool\ndef length(text: str) -> str:\n    return text\n"
     assert problems({FUNCTIONS: write("tools.py", head + function)}) == []
+    form = '@ToolParser.register("brackets")\nclass Brackets(ToolParser): ...\n'
+    assert problems({FUNCTIONS: write("tools.py", head + function + form), FORMAT: "brackets"}) == []
     (problem,) = problems({FUNCTIONS: write("tools.py", f"import no_such_package\n{head}{function}")})
     assert problem.startswith(f"{FUNCTIONS} must import installed modules, got 'no_such_package' in ")
     (problem,) = problems({FUNCTIONS: write("tools.py", "def length(text): return text\n")})

@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.config import verl_values
+from recipe.async_pipeline.config.paths import nested
 from recipe.async_pipeline.config.verl_options import RULES
 from recipe.async_pipeline.errors import ConfigError
 from tests.conftest import Load
@@ -103,14 +104,14 @@ def test_an_adapter_that_would_not_be_trained_is_refused(
     )
 
 
-def test_a_text_in_place_of_a_number_or_a_switch_is_refused(module: ModuleType, smoke: Smoke) -> None:
+def test_a_text_in_place_of_a_number_or_a_switch_is_refused(module: ModuleType) -> None:
     wrong = {
         "actor_rollout_ref.actor.grad_clip": "abc",
         "actor_rollout_ref.actor.fsdp_config.param_offload": "yes!",
         "trainer.test_freq": "often",
     }
     with pytest.raises(ConfigError) as refused:
-        module.check_types(smoke({**wrong, "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"}))
+        module.check_types(nested({**wrong, "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"}))
     assert [problem.partition(",")[0] for problem in refused.value.problems] == [
         "actor_rollout_ref.actor.fsdp_config.param_offload must be True or False",
         "actor_rollout_ref.actor.grad_clip must be a number",
@@ -126,8 +127,8 @@ def test_names_of_values_are_verls(load: Load) -> None:
     zero = torch.zeros(1, 1)
     for name in verl_values.KL:
         algorithms.kl_penalty(zero, zero, name)
-    for name in verl_values.DTYPES:
-        dtypes.PrecisionType.to_dtype(name)
+    for dtype in verl_values.DTYPES:
+        dtypes.PrecisionType.to_dtype(dtype)
     for name in verl_values.KL_CONTROLLERS:
         algorithms.get_kl_controller(
             OmegaConf.create({"type": name, "kl_coef": 1, "horizon": 1, "target_kl": 1})

@@ -53,6 +53,7 @@ def test_a_misspelled_key_is_not_advised_with_a_plus() -> None:
 def test_a_key_is_read_if_its_names_are_words_of_the_source(tree: Path) -> None:
     (tree / "verl" / "module.py").write_text("config.trainer.total_epochs")
     assert is_read("trainer.total_epochs")
+    assert is_read("ray_kwargs.ray_init._temp_dir"), "Ray reads it"
     assert not is_read("trainer.epochs") and not is_read("retriever.total_epochs")
 
 

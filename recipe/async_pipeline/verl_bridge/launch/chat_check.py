@@ -67,7 +67,7 @@ def _renders(folder: Path, template: str | None, kwargs: Mapping[str, Any]) -> b
         )
         environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
         values = {**tokens, "messages": CHAT, "add_generation_prompt": True, **kwargs}
-        return bool(environment.from_string(text).render(values).strip())
+        return isinstance(text, str) and bool(environment.from_string(text).render(values).strip())
     except Exception:  # noqa: BLE001  a template may raise anything, and need what only transformers has
         return False
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -27,7 +28,8 @@ from ..rules.verl_keys import is_read, near_key
 def check_command_line(arguments: Sequence[str]) -> None:
     """Check the command line of verl's main_ppo before hydra reads it.
 
-    Raises ConfigError with all problems of the run if a key is unknown; all else is left to hydra.
+    Raises ConfigError if an override cannot be parsed, for which hydra may print a traceback, or with all
+    problems of the run if a key is unknown; all else is left to hydra.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", type=Path)
@@ -36,6 +38,10 @@ def check_command_line(arguments: Sequence[str]) -> None:
     given, others = parser.parse_known_args(arguments)
     if others:
         return
+    try:
+        OverridesParser.create().parse_overrides(given.overrides)
+    except (HydraException, ValueError) as error:
+        raise _as_config_error(error) from None
     folder = None if given.config_path is None else of_verls_entry_point(given.config_path)
     try:
         config, problems = composed(folder, given.config_name, given.overrides)

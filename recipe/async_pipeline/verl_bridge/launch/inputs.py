@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -58,7 +59,7 @@ def faults(
     """Yield what a run with this resolved config of verl could not read.
 
     `critic`: it has one. `images`: its policy draws pictures, so that it has no chat. `scored`: its episodes
-    have rewards of their own.
+    come with rewards.
     """
     yield from _faults_of_data(config, scored=scored or images)
     # `diffusers_rules` reads a pipeline of diffusers.
@@ -203,9 +204,13 @@ def _read_parquet(path: Path) -> _Contents:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        sources = file.read([SOURCE])[SOURCE].unique().to_pylist() if SOURCE in names else []
-        return _Contents(file.metadata.num_rows, names, [str(source) for source in sources])
+        rows, names = file.metadata.num_rows, file.schema_arrow.names
+    if SOURCE not in names:
+        return _Contents(rows, names)
+    with parquet.ParquetFile(path, read_dictionary=[SOURCE]) as file:
+        chunks = file.read([SOURCE])[SOURCE].chunks
+    values = (getattr(chunk, "dictionary", chunk).to_pylist() for chunk in chunks)
+    return _Contents(rows, names, list(dict.fromkeys(map(str, chain.from_iterable(values)))))
 
 
 def _read_json(path: Path, enough: int) -> _Contents:

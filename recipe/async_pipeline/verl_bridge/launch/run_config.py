@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from ...config.machine import require_machine
 from ...config.open_requests import OpenRequests
-from ...config.paths import OWN, RUNTIME, nested
+from ...config.paths import OWN, RUNTIME, nested, select
+from ...config.run_plan import arena_bytes
 from ...config.runtime import RuntimeConfig
+from ...config.sample_store import store_budget
 from ...config.schema import AsyncPipelineConfig
+from ...errors import ConfigError
 
 INIT = "ray_kwargs.ray_init"
 ADDRESS = f"{INIT}.address"
@@ -47,6 +52,25 @@ def address_to_join(config: DictConfig) -> str | None:
     # As in Ray: the variable replaces `auto` and a missing address.
     address = environment if environment and given in (None, AUTO) else given
     return None if address in (None, LOCAL) else str(address)
+
+
+def notes_on_machine(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, *, planning: bool
+) -> tuple[str, ...]:
+    """Return a line for each thing of this machine that a run with this resolved config may do without.
+
+    Raises ConfigError with what it needs, unless it is planned: then that is a line, too.
+    """
+    try:
+        return require_machine(
+            needed_shm_bytes=arena_bytes(config),
+            store_bytes=store_budget(config, knobs).nbytes,
+            temporary=select(config, f"{INIT}._temp_dir"),
+        )
+    except ConfigError as error:
+        if not planning:
+            raise
+        return tuple(f"WARNING: on this machine {problem}" for problem in error.problems)
 
 
 class ReadOnce:

@@ -19,14 +19,12 @@ from ...config.agent_program import program_values
 from ...config.aliases import BYPASS, FOREIGN
 from ...config.batch_sizes import fit_batch_sizes
 from ...config.environment_arguments import check_environment
-from ...config.machine import require_machine
 from ...config.misplaced import SWITCHES
 from ...config.older_verl import corrected
 from ...config.paths import MODE, OWN, PATCH_FREE, select
 from ...config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
-from ...config.published import arena_bytes
 from ...config.refusals import Settings, refuse
-from ...config.sample_store import fit_capacity, store_budget
+from ...config.sample_store import fit_capacity
 from ...config.schema import AsyncPipelineConfig
 from ...config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ...config.user_classes import find_class, schedule_at
@@ -39,10 +37,10 @@ from ...installed.verl import find_verl_root
 from ...stages.custom import insert_custom_stages
 from ..launch import light_verl
 from ..launch.inputs import faults
-from ..launch.run_config import INIT, address_to_join
+from ..launch.run_config import address_to_join, notes_on_machine
 from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
-from .config_rules import OPTION_CHECKS, check_corrections, check_devices, check_sections
+from .config_rules import OPTION_CHECKS, check_corrections, check_devices, check_sections, check_types
 from .diffusers_rules import check_images, draws_images, set_image_keys
 from .engine_arguments import largest_adapter_rank
 from .engine_memory import set_engine_memory
@@ -131,8 +129,7 @@ def _apply_translation(review: Review) -> None:
 
 
 def _note_device(review: Review) -> None:
-    device = OmegaConf.select(review.config, "trainer.device")
-    if device not in (None, "cuda", "cpu"):
+    if (device := OmegaConf.select(review.config, "trainer.device")) not in (None, "cuda", "cpu"):
         review.unchecked.append(f"trainer.device={device}, on which this package was never run")
 
 
@@ -231,10 +228,7 @@ def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> 
 
 
 def _require_inputs(review: Review) -> None:
-    """Raises ConfigError if the run could not read its data, a model, a user's file or a tracker's account.
-
-    What a plan, or a run on a Ray cluster, may have elsewhere becomes a line of what is not checked.
-    """
+    """Raises ConfigError if an input cannot be read; notes what a plan or a cluster may have elsewhere."""
     elsewhere = review.planning or address_to_join(review.config) is not None
     found = faults(
         review.resolved,
@@ -253,24 +247,9 @@ def _require_inputs(review: Review) -> None:
 
 
 def _require_machine(review: Review) -> None:
-    """Raises ConfigError if Ray and the run could not start here; notes what the run may do without.
-
-    For a plan, which may be of another machine, all of it is a note. A cluster that runs already has started.
-    """
-    if address_to_join(review.config) is not None:
-        return
-    resolved = review.resolved
-    try:
-        lines = require_machine(
-            needed_shm_bytes=arena_bytes(resolved),
-            store_bytes=store_budget(resolved, review.knobs).nbytes,
-            temporary=select(resolved, f"{INIT}._temp_dir"),
-        )
-    except ConfigError as error:
-        if not review.planning:
-            raise
-        lines = tuple(f"WARNING: on this machine {problem}" for problem in error.problems)
-    _note(review, lines)
+    """Raises ConfigError if Ray and the run could not start here; notes what the run may do without."""
+    if address_to_join(review.config) is None:  # a cluster that runs already has started
+        _note(review, notes_on_machine(review.resolved, review.knobs, planning=review.planning))
 
 
 def _note(review: Review, notes: Iterable[str]) -> None:
@@ -394,6 +373,7 @@ CHECKS: tuple[Check, ...] = (
     Check(lambda review: _require_stages_that_fit(review.config, review.knobs)),
     Check(lambda review: check_corrections(review.config, review.knobs)),
     Check(_check_resume),
+    Check(lambda review: check_types(review.resolved), needs="resolved"),
     Check(_require_inputs, needs="resolved"),
     Check(_place, needs="resolved"),
     Check(_choose_old_logp, needs="placement"),

@@ -13,7 +13,7 @@ from ...config.adapters import adapter_rank
 from ...config.aliases import FLOW_GRPO
 from ...config.divisibility import check_replicas
 from ...config.loss_modes import LOSS_CONFIG, OWN_LOSSES
-from ...config.paths import OWN, hint, walk
+from ...config.paths import OWN, hint, select, walk
 from ...config.placement import Placement
 from ...config.refusals import Settings, refuse
 from ...config.rollout_correction import (
@@ -72,13 +72,16 @@ def _sections_of_verl() -> tuple[str, ...]:
     return tuple(below(verl_trees()[COMPOSED[0]], ""))
 
 
-def check_types(config: DictConfig) -> None:
-    """Raises ConfigError if a text is where verl has a number or a switch, which fails where it is used."""
+def check_types(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a text is where verl has a number or a switch, which fails where it is used.
+
+    `config`: resolved.
+    """
     found = []
     for path, default in walk(verl_trees()[COMPOSED[0]]):
         if not isinstance(default, int | float) or path.startswith(TEXTS):
             continue
-        value = OmegaConf.select(config, path)
+        value = select(config, path)
         if isinstance(value, str):
             kind = "True or False" if isinstance(default, bool) else "a number"
             found.append(f"{path} must be {kind}, got {value!r}; verl's default is {default}")
@@ -98,7 +101,6 @@ def check_adapters(config: DictConfig) -> None:
 
 OPTION_CHECKS: tuple[Callable[[DictConfig], None], ...] = (
     check_verl_config,
-    check_types,
     lambda config: check_megatron(config, critic=has_critic(config)),
     check_adapters,
     check_model,

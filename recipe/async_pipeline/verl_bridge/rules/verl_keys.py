@@ -14,6 +14,7 @@ from ...config.misplaced import ALIKE
 from ...config.paths import OWN, select
 from ...errors import PatchError
 from ...installed.verl import find_verl_root, has, keys_of_tree
+from ..launch.run_config import INIT
 
 
 def has_key(path: str) -> bool:
@@ -33,7 +34,12 @@ _trees_below = cache(keys_of_tree)
 
 
 def is_read(path: str) -> bool:
-    """Return whether verl's source may read a key: its names are words there, or verl is not here."""
+    """Return whether verl's source may read a key: its names are words there, or verl is not here.
+
+    Arguments of Ray's start are Ray's.
+    """
+    if path.startswith(f"{INIT}."):
+        return True
     try:
         return _words_below(find_verl_root()).issuperset(path.encode().split(b"."))
     except PatchError:
