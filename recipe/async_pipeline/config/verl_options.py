@@ -212,7 +212,7 @@ RULES: tuple[Refusal, ...] = (
     must_be(
         "actor_rollout_ref.rollout.do_sample",
         True,
-        remedy="verl 0.9 samples whatever it is: leave it out, or set actor_rollout_ref.rollout.temperature",
+        remedy="verl 0.9 always samples: leave it out, or set actor_rollout_ref.rollout.temperature",
     ),
     must_be_off(
         "algorithm.use_pf_ppo",

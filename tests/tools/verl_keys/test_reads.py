@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.async_pipeline.tools.verl_keys.reads import Read, units_of, units_of_a_run
+from recipe.async_pipeline.tools.verl_keys.reads import KeyRead, units_of, units_of_a_run
 
 from .conftest import MakeSources
 
@@ -29,14 +29,14 @@ from .conftest import MakeSources
 def test_a_chain_is_read(sources_of: MakeSources, code: str, chain: tuple[str, ...]) -> None:
     text = f"def function(self, config, typed: PartConfig | None):\n    {code}\n"
     (unit,) = (u for u in units_of(sources_of({"verl/a.py": text}), "verl", ()) if u.name)
-    assert Read(chain) in unit.reads and unit.place == "verl/a.py:function"
+    assert KeyRead(chain) in unit.reads and unit.place == "verl/a.py:function"
 
 
 @pytest.mark.parametrize("code", ["f(**config.trainer)", "{**config.trainer}", "config.trainer.items()"])
 def test_a_section_is_passed_on_whole(sources_of: MakeSources, code: str) -> None:
     text = f"def function(config):\n    {code}\n"
     (unit,) = (u for u in units_of(sources_of({"verl/a.py": text}), "verl", ()) if u.name)
-    assert Read(("?", "trainer"), True) in unit.reads
+    assert KeyRead(("?", "trainer"), True) in unit.reads
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ class Sub(Base):
 """
     units = units_of(sources_of({"verl/a.py": text}), "verl", ())
     (unit,) = (unit for unit in units if unit.name == "work")
-    assert Read(("@PartConfig", "device")) in unit.reads
+    assert KeyRead(("@PartConfig", "device")) in unit.reads
 
 
 def test_what_is_called_runs_and_what_is_overridden_does_not(sources_of: MakeSources) -> None:

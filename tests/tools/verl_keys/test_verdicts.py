@@ -13,8 +13,8 @@ from recipe.async_pipeline.config.without_effect import WITHOUT_EFFECT, is_below
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.tools.patches import verl_source
-from recipe.async_pipeline.tools.verl_keys.reads import Read, Unit
-from recipe.async_pipeline.tools.verl_keys.verdicts import DECIDED, FILE, Keys, as_text, of_tree, verdicts
+from recipe.async_pipeline.tools.verl_keys.reads import KeyRead, Unit
+from recipe.async_pipeline.tools.verl_keys.verdicts import DECIDED, FILE, VerlKeys, as_text, of_tree, verdicts
 
 from .conftest import MakeSources
 
@@ -61,33 +61,33 @@ def test_every_row_by_hand_is_needed() -> None:
     assert [name for name in DECIDED if not any(is_below(path, name) for path in found)] == []
 
 
-def unit(*reads: Read) -> Unit:
+def unit(*reads: KeyRead) -> Unit:
     return Unit(module="verl.b", owner="", name="f", words=frozenset(), reads=frozenset(reads))
 
 
 @pytest.mark.parametrize(
     ("path", "read", "is_read"),
     [
-        ("actor.n", Read(("?", "actor", "n")), True),
-        ("actor.n", Read(("actor_config", "n")), True),
-        ("actor.n", Read(("@PartConfig", "n")), True),
-        ("rollout.n", Read(("@PartConfig", "n")), False),
-        ("rollout.n", Read(("?", "actor", "n")), False),
-        ("rollout.n", Read(("?", "n")), False),
-        ("actor.long_name", Read(("?", "long_name")), True),
-        ("actor.long_name", Read(("?", "rollout", "long_name")), False),
-        ("actor.n", Read(("?", "actor"), True), True),
-        ("rollout.n", Read(("?", "actor"), True), False),
+        ("actor.n", KeyRead(("?", "actor", "n")), True),
+        ("actor.n", KeyRead(("actor_config", "n")), True),
+        ("actor.n", KeyRead(("@PartConfig", "n")), True),
+        ("rollout.n", KeyRead(("@PartConfig", "n")), False),
+        ("rollout.n", KeyRead(("?", "actor", "n")), False),
+        ("rollout.n", KeyRead(("?", "n")), False),
+        ("actor.long_name", KeyRead(("?", "long_name")), True),
+        ("actor.long_name", KeyRead(("?", "rollout", "long_name")), False),
+        ("actor.n", KeyRead(("?", "actor"), True), True),
+        ("rollout.n", KeyRead(("?", "actor"), True), False),
     ],
 )
-def test_a_chain_belongs_to_a_key(sources_of: MakeSources, path: str, read: Read, is_read: bool) -> None:
+def test_a_chain_belongs_to_a_key(sources_of: MakeSources, path: str, read: KeyRead, is_read: bool) -> None:
     sources = sources_of({"verl/a.py": "class PartConfig: ...\n"})
-    assert Keys([TREE], sources).is_read(path, read) == is_read
+    assert VerlKeys([TREE], sources).is_read(path, read) == is_read
 
 
 def test_verdicts(sources_of: MakeSources) -> None:
-    reads = unit(Read(("?", "trainer", "nnodes")), Read(("?", "trainer", "folder")))
-    found = verdicts(Keys([TREE], sources_of({})), [reads], [unit(Read(("?", "rollout", "n")))])
+    reads = unit(KeyRead(("?", "trainer", "nnodes")), KeyRead(("?", "trainer", "folder")))
+    found = verdicts(VerlKeys([TREE], sources_of({})), [reads], [unit(KeyRead(("?", "rollout", "n")))])
     assert found["trainer.nnodes"] == "read by verl: verl/b.py:f"
     assert found["trainer.named"] == "read by verl: verl/b.py:f through trainer.folder"
     assert found["rollout.n"] == "read by us: verl/b.py:f"

@@ -160,7 +160,7 @@ def test_a_model_has_all_its_files_and_can_chat(problems: Problems, tmp_path: Pa
     model = tmp_path / "task" / "model"
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
-    (model / "1.safetensors").touch()
+    (model / "1.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (problem,) = problems({})
     assert problem.startswith(f"{MODEL}.path must have all files of its index, got '{model}', which lacks 1,")
     index.unlink()

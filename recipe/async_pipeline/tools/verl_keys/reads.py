@@ -60,7 +60,7 @@ _SAME = ("omega_conf_to_dataclass", "to_container", "deepcopy", "create", "copy"
 Chain = tuple[str, ...]
 
 
-class Read(NamedTuple):
+class KeyRead(NamedTuple):
     """A chain that is read, or whose section is passed on with all its keys."""
 
     chain: Chain
@@ -77,7 +77,7 @@ class Unit:
     name: str
     """Nothing for a module."""
     words: frozenset[str]
-    reads: frozenset[Read]
+    reads: frozenset[KeyRead]
 
     @property
     def place(self) -> str:
@@ -99,8 +99,9 @@ def units_of(sources: Sources, package: str, without: tuple[str, ...]) -> Iterat
 def _units(sources: Sources, module: Module) -> Iterator[Unit]:
     rest: list[ast.AST] = []
     for node in module.tree.body:
-        if any(isinstance(one, ast.Call) for one in getattr(node, "decorator_list", ())):
-            rest.append(ast.Name(node.name))  # kept in a registry
+        if isinstance(node, ast.ClassDef | FunctionNode):
+            if any(isinstance(one, ast.Call) for one in node.decorator_list):
+                rest.append(ast.Name(node.name))  # kept in a registry
         if isinstance(node, ast.ClassDef):
             rest += node.bases
             env = _attributes(sources, Definition(kind="class", module=module, name=node.name, node=node))
@@ -117,7 +118,7 @@ def _units(sources: Sources, module: Module) -> Iterator[Unit]:
 
 
 def _unit(module: Module, nodes: list[ast.AST], env: Mapping[str, Chain], owner: str, name: str) -> Unit:
-    words, reads = set[str](), set[Read]()
+    words, reads = set[str](), set[KeyRead]()
     for root in nodes:
         local = _environment(root, env)
         for node in _effective(root):
@@ -128,16 +129,18 @@ def _unit(module: Module, nodes: list[ast.AST], env: Mapping[str, Chain], owner:
                     words.add(word)
             if isinstance(node, ast.Tuple | ast.List):
                 reads |= {
-                    Read((UNKNOWN, one.value))
+                    KeyRead((UNKNOWN, one.value))
                     for one in node.elts
                     if isinstance(one, ast.Constant) and isinstance(one.value, str)
                 }
             if isinstance(node, ast.Attribute | ast.Subscript | ast.Call | ast.JoinedStr):
                 if not isinstance(getattr(node, "ctx", None), ast.Store) and (chain := _chain(node, local)):
-                    reads.add(Read(chain))
+                    reads.add(KeyRead(chain))
             if (of_self := _variable(node)) and of_self in local and "self" in local:
-                reads.add(Read((*local["self"], of_self.rpartition(".")[2])))
-            reads |= {Read(chain, True) for value in _passed_whole(node) if (chain := _chain(value, local))}
+                reads.add(KeyRead((*local["self"], of_self.rpartition(".")[2])))
+            reads |= {
+                KeyRead(chain, True) for value in _passed_whole(node) if (chain := _chain(value, local))
+            }
     known = {read for read in reads if read.chain[-1] != UNKNOWN}
     return Unit(module=module.name, owner=owner, name=name, words=frozenset(words), reads=frozenset(known))
 

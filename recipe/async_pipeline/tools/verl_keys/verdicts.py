@@ -22,7 +22,7 @@ from ...installed.verl import OF_ALL_ENGINES, keys_of_tree
 from ..contract import trees
 from ..contract.sources import Definition, Sources
 from ..patches import series, verl_source
-from .reads import SUFFIX, UNKNOWN, Read, Unit, units_of_a_run
+from .reads import SUFFIX, UNKNOWN, KeyRead, Unit, units_of_a_run
 
 FILE = "keys.tsv"
 WITHOUT_EFFECT = "without effect"
@@ -53,7 +53,7 @@ _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)")
 _OTHERS = (True, False, 1, 3, "x")
 
 
-class Keys:
+class VerlKeys:
     """The keys of verl's composed configurations."""
 
     def __init__(self, trees: Iterable[Mapping[str, Any]], sources: Sources) -> None:
@@ -85,7 +85,7 @@ class Keys:
             {one.name for one in self._sources.ancestors(found)} if isinstance(found, Definition) else {name}
         )
 
-    def is_read(self, path: str, read: Read) -> bool:
+    def is_read(self, path: str, read: KeyRead) -> bool:
         """Return whether a chain reads a key, or passes on a section that has it."""
         parts = path.split(".")
         if not read.whole:
@@ -121,7 +121,7 @@ def _plain(name: str) -> str:
     return SUFFIX.sub("", name)
 
 
-def verdicts(keys: Keys, theirs: Iterable[Unit], ours: Iterable[Unit]) -> dict[str, str]:
+def verdicts(keys: VerlKeys, theirs: Iterable[Unit], ours: Iterable[Unit]) -> dict[str, str]:
     """Return the verdict on each key."""
     found = dict.fromkeys(keys.values, WITHOUT_EFFECT)
     for units, who in ((ours, "us"), (theirs, "verl")):
@@ -143,9 +143,9 @@ def verdicts(keys: Keys, theirs: Iterable[Unit], ours: Iterable[Unit]) -> dict[s
     return found
 
 
-def _by_last(units: Iterable[Unit], *, guesses: bool) -> Mapping[str, list[tuple[Read, str]]]:
+def _by_last(units: Iterable[Unit], *, guesses: bool) -> Mapping[str, list[tuple[KeyRead, str]]]:
     """Return the reads, with their places, by their last names. `guesses`: also ones without a section."""
-    chains: dict[str, list[tuple[Read, str]]] = defaultdict(list)
+    chains: dict[str, list[tuple[KeyRead, str]]] = defaultdict(list)
     for unit in units:
         for read in unit.reads:
             last = read.chain[-1]
@@ -154,7 +154,7 @@ def _by_last(units: Iterable[Unit], *, guesses: bool) -> Mapping[str, list[tuple
     return chains
 
 
-def _follow_references(keys: Keys, found: dict[str, str]) -> None:
+def _follow_references(keys: VerlKeys, found: dict[str, str]) -> None:
     """Count a key as read if another one that is read takes its value."""
     while True:
         new = {
@@ -198,7 +198,7 @@ def of_tree(root: Path, folder: Path) -> dict[str, str]:
     contents, _ = trees.patched(root, series.load_series(folder))
     sources = trees.sources_of(root, contents)
     composed = keys_of_tree(root, OF_ALL_ENGINES)
-    return verdicts(Keys(composed.values(), sources), *units_of_a_run(sources))
+    return verdicts(VerlKeys(composed.values(), sources), *units_of_a_run(sources))
 
 
 def as_text(found: Mapping[str, str]) -> str:

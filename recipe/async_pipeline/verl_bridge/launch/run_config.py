@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...config.machine import require_machine
 from ...config.open_requests import OpenRequests
 from ...config.paths import OWN, RUNTIME, nested, select
-from ...config.run_plan import arena_bytes
+from ...config.published import arena_bytes
 from ...config.runtime import RuntimeConfig
 from ...config.sample_store import store_budget
 from ...config.schema import AsyncPipelineConfig

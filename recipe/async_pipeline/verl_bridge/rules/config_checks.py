@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +28,6 @@ from ...config.schema import AsyncPipelineConfig
 from ...config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ...config.user_classes import find_class, schedule_at
 from ...config.verl_options import REWARDS
-from ...config.without_effect import without_effect
 from ...core.graph import GRAPH, OPTIONAL, graph_of
 from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched
@@ -47,7 +45,7 @@ from .engine_memory import set_engine_memory
 from .expert_backends import set_expert_kernels
 from .model_rules import ROLLOUT, described_model, has_critic, has_reference
 from .spelling import check_spelling
-from .verl_keys import verl_trees
+from .verl_keys import keys_without_effect
 
 FOREIGN_PATHS = tuple(key.path for key in FOREIGN)
 
@@ -117,7 +115,8 @@ def _require_patches(review: Review) -> None:
 
 def _translate(review: Review) -> None:
     """Raises ConfigError if one of our keys is unknown, misplaced, contradictory or has a wrong value."""
-    review.translation = resolve(review.raw)
+    found = resolve(review.raw)
+    review.translation = replace(found, notes=(*found.notes, *keys_without_effect(review.raw)))
 
 
 def _apply_translation(review: Review) -> None:
@@ -131,11 +130,6 @@ def _apply_translation(review: Review) -> None:
 def _note_device(review: Review) -> None:
     if (device := OmegaConf.select(review.config, "trainer.device")) not in (None, "cuda", "cpu"):
         review.unchecked.append(f"trainer.device={device}, on which this package was never run")
-
-
-def _note_keys_without_effect(review: Review) -> None:
-    """Name the keys that the user sets and nothing reads."""
-    _note(review, without_effect(review.raw, verl_trees().values()))
 
 
 def _check_resume(review: Review) -> None:
@@ -254,7 +248,7 @@ def _require_machine(review: Review) -> None:
 
 def _note(review: Review, notes: Iterable[str]) -> None:
     old = review.translation
-    review.translation = dataclasses.replace(old, notes=(*old.notes, *notes))
+    review.translation = replace(old, notes=(*old.notes, *notes))
 
 
 def _adopt_adapter(review: Review) -> None:
@@ -284,7 +278,7 @@ def _set(review: Review, found: Mapping[str, tuple[Any, str]]) -> None:
     _update(review.config, values)
     _note(review, (f"{path} is set to {value}: {why}" for path, (value, why) in found.items()))
     old = review.translation
-    review.translation = dataclasses.replace(old, verl={**old.verl, **values})
+    review.translation = replace(old, verl={**old.verl, **values})
 
 
 def _require_servable_rank(review: Review) -> None:
@@ -365,7 +359,6 @@ CHECKS: tuple[Check, ...] = (
     Check(lambda review: program_values(review.knobs.agentic)),
     Check(_apply_translation, stops=True),
     Check(_note_device),
-    Check(_note_keys_without_effect),
     Check(_adopt_adapter),
     Check(lambda review: check_spelling(review.config)),
     *(Check(lambda review, run=run: run(review.config)) for run in OPTION_CHECKS),  # type: ignore[misc]

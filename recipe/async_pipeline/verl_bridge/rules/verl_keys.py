@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...config.misplaced import ALIKE
 from ...config.paths import OWN, select
+from ...config.without_effect import without_effect
 from ...errors import PatchError
 from ...installed.verl import find_verl_root, has, keys_of_tree
 from ..launch.run_config import INIT
@@ -31,6 +32,11 @@ def verl_trees() -> Mapping[str, Mapping[str, Any]]:
 
 
 _trees_below = cache(keys_of_tree)
+
+
+def keys_without_effect(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each key of verl that a config sets and nothing reads."""
+    return without_effect(raw, verl_trees().values())
 
 
 def is_read(path: str) -> bool:
