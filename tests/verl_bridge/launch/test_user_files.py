@@ -106,8 +106,10 @@ def test_functions_of_a_file_are_tools_and_their_imports_exist(write: Write) -> 
     head = "import json\nimport my_units\nfrom verl.tools.function_tool import function_tool\n"
     function = "@function_tool\ndef length(text: str) -> str:\n    return text\n"
     assert problems({FUNCTIONS: write("tools.py", head + function)}) == []
-    form = '@ToolParser.register("brackets")\nclass Brackets(ToolParser): ...\n'
-    assert problems({FUNCTIONS: write("tools.py", head + function + form), FORMAT: "brackets"}) == []
+    given = {FUNCTIONS: write("tools.py", head + function), LOOP: "tool_agent"}
+    assert problems({**given, FORMAT: "brackets"}) == [], "it may import a module that registers the form"
+    (problem,) = problems({**given, FORMAT: "hermez"})
+    assert "did you mean 'hermes'" in problem
     (problem,) = problems({FUNCTIONS: write("tools.py", f"import no_such_package\n{head}{function}")})
     assert problem.startswith(f"{FUNCTIONS} must import installed modules, got 'no_such_package' in ")
     (problem,) = problems({FUNCTIONS: write("tools.py", "def length(text): return text\n")})

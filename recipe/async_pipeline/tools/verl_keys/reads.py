@@ -57,13 +57,13 @@ _CLASS = re.compile(r"\b(?!DictConfig)[A-Z]\w*Config\b")
 _SAME = ("omega_conf_to_dataclass", "to_container", "deepcopy", "create", "copy", "merge")
 """Functions whose result has the keys of their first argument."""
 
-Chain = tuple[str, ...]
+NamePath = tuple[str, ...]
 
 
 class KeyRead(NamedTuple):
     """A chain that is read, or whose section is passed on with all its keys."""
 
-    chain: Chain
+    chain: NamePath
     whole: bool = False
 
 
@@ -117,7 +117,7 @@ def _units(sources: Sources, module: Module) -> Iterator[Unit]:
     yield _unit(module, rest, {}, "", "")
 
 
-def _unit(module: Module, nodes: list[ast.AST], env: Mapping[str, Chain], owner: str, name: str) -> Unit:
+def _unit(module: Module, nodes: list[ast.AST], env: Mapping[str, NamePath], owner: str, name: str) -> Unit:
     words, reads = set[str](), set[KeyRead]()
     for root in nodes:
         local = _environment(root, env)
@@ -161,9 +161,9 @@ def _effective(node: ast.AST) -> Iterator[ast.AST]:
             yield from _effective(child)
 
 
-def _attributes(sources: Sources, found: Definition) -> dict[str, Chain]:
+def _attributes(sources: Sources, found: Definition) -> dict[str, NamePath]:
     """Return what the attributes stand for that a class and its ancestors assign to `self`."""
-    env: dict[str, Chain] = {"self": (f"@{found.name}",)}
+    env: dict[str, NamePath] = {"self": (f"@{found.name}",)}
     for ancestor in reversed(sources.ancestors(found)):
         assert isinstance(ancestor.node, ast.ClassDef)
         for method in ancestor.node.body:
@@ -173,7 +173,7 @@ def _attributes(sources: Sources, found: Definition) -> dict[str, Chain]:
     return env
 
 
-def _environment(node: ast.AST, outer: Mapping[str, Chain]) -> dict[str, Chain]:
+def _environment(node: ast.AST, outer: Mapping[str, NamePath]) -> dict[str, NamePath]:
     """Return what the variables of a function stand for."""
     env = dict(outer)
     inner = [*ast.walk(node)]
@@ -205,17 +205,17 @@ def _variable(node: ast.AST) -> str | None:
     return None
 
 
-def _class_in(annotation: ast.expr | None) -> Chain | None:
+def _class_in(annotation: ast.expr | None) -> NamePath | None:
     names = [] if annotation is None else _CLASS.findall(ast.unparse(annotation))
     return (f"@{'|'.join(names)}",) if names else None
 
 
-def _hint(name: str) -> Chain:
+def _hint(name: str) -> NamePath:
     section = SUFFIX.sub("", name).strip("_")
     return (section,) if section and SUFFIX.search(name) else (UNKNOWN,)
 
 
-def _chain(node: ast.AST, env: Mapping[str, Chain]) -> Chain | None:
+def _chain(node: ast.AST, env: Mapping[str, NamePath]) -> NamePath | None:
     """Return the chain of an expression, or None."""
     match node:
         case ast.Name(id=name):
@@ -250,7 +250,7 @@ def _step(node: ast.AST) -> tuple[ast.AST, str] | None:
     return None
 
 
-def _of_call(node: ast.Call, env: Mapping[str, Chain]) -> Chain | None:
+def _of_call(node: ast.Call, env: Mapping[str, NamePath]) -> NamePath | None:
     """Return what a function returns that converts a section, or the class that is made."""
     match node.func:
         case ast.Name(id=name) | ast.Attribute(attr=name) if name in _SAME and node.args:

@@ -187,13 +187,11 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
             f"define it in {LOOPS}"
         )
     forms = sorted(registered_tool_parsers())
-    functions = _resolved(config, FUNCTIONS)
-    if isinstance(functions, Path) and str(form).encode() in functions.read_bytes():
-        return  # a file of functions may register its form
-    if form not in forms and (loop == TOOL_LOOP or select(config, TOOLS) or select(config, FUNCTIONS)):
-        yield InputFault(
-            f"{FORMAT} must be one of {', '.join(forms)}, got {form!r}{hint(str(form), forms)}; correct it"
-        )
+    alike = hint(str(form), forms)
+    # A file of functions, or what it imports, may register a form with a name of its own.
+    needs_one = bool(alike) if select(config, FUNCTIONS) else loop == TOOL_LOOP or bool(select(config, TOOLS))
+    if form not in forms and needs_one:
+        yield InputFault(f"{FORMAT} must be one of {', '.join(forms)}, got {form!r}{alike}; correct it")
 
 
 def _faults_of_manager(config: Mapping[str, Any]) -> Iterator[InputFault]:

@@ -107,10 +107,8 @@ def checked(config: DictConfig, *, planning: bool = False) -> Checked | None:
 
 def _require_patches(review: Review) -> None:
     """Raises PatchedVerlRequired if verl lacks our patches and the run does not start without them."""
-    if select(review.raw, MODE) == PATCH_FREE:
-        require_known(find_verl_root())
-    else:
-        require_patched(find_verl_root())
+    require = require_known if select(review.raw, MODE) == PATCH_FREE else require_patched
+    require(find_verl_root())
 
 
 def _translate(review: Review) -> None:
