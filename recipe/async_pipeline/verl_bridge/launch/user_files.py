@@ -188,7 +188,7 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
         )
     forms = sorted(registered_tool_parsers())
     alike = hint(str(form), forms)
-    # A file of functions, or what it imports, may register a form with a name of its own.
+    # A file of functions, or what it imports, may register another form.
     needs_one = bool(alike) if select(config, FUNCTIONS) else loop == TOOL_LOOP or bool(select(config, TOOLS))
     if form not in forms and needs_one:
         yield InputFault(f"{FORMAT} must be one of {', '.join(forms)}, got {form!r}{alike}; correct it")
