@@ -29,6 +29,7 @@ from .light_verl import registered_agent_loops, registered_reward_managers, regi
 ROLLOUT = "actor_rollout_ref.rollout"
 TOOLS, FUNCTIONS = f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.function_tool_path"
 FORMAT = f"{ROLLOUT}.multi_turn.format"
+EXTERNAL = "actor_rollout_ref.model.external_lib"
 LOOPS, LOOP = f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.agent.default_agent_loop"
 TOOL_LOOP = "tool_agent"
 OWN_LOOPS = ("agent_session", "environment", "diffusion")
@@ -56,12 +57,17 @@ except Exception as error:
 """Loads as `FunctionLocation` does. It does not import this package, which takes longer than most files."""
 
 
-def faults_of_user_files(config: Mapping[str, Any]) -> Iterator[InputFault]:
-    """Yield what the workers of a run with this resolved config of verl could not load."""
+def faults_of_user_files(config: Mapping[str, Any], *, images: bool = False) -> Iterator[InputFault]:
+    """Yield what the workers of a run with this resolved config of verl could not load.
+
+    `images`: its policy draws pictures, which this package scores without a reward manager of verl.
+    """
     yield from _faults_of_reward(config)
     yield from _faults_of_tools(config)
     yield from _faults_of_functions(config)
     yield from _faults_of_loops(config)
+    if not images and not select(config, EXTERNAL) and suffices():
+        yield from _faults_of_manager(config)
 
 
 # The reward function.
@@ -176,9 +182,8 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
             yield from _faults_of_class(LOOPS, str(one.get("_target_")))
     elif listed is not None:
         yield InputFault(f"{LOOPS} must name a file with a list of agent loops, got {listed!r}; correct it")
-    if select(config, "actor_rollout_ref.model.external_lib") or not suffices():
+    if select(config, EXTERNAL) or not suffices():
         return  # others may register names
-    yield from _faults_of_manager(config)
     loop, form = select(config, LOOP), select(config, FORMAT)
     loops = [*own, *sorted(registered_agent_loops()), *OWN_LOOPS]
     if loop not in loops and not isinstance(listed, InputFault):

@@ -222,14 +222,15 @@ def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> 
 def _require_inputs(review: Review) -> None:
     """Raises ConfigError if an input cannot be read; notes what a plan or a cluster may have elsewhere."""
     elsewhere = review.planning or address_to_join(review.config) is not None
+    images = draws_images(review.config)
     found = faults(
         review.resolved,
         critic=has_critic(review.config),
-        images=draws_images(review.config),
+        images=images,
         scored=bool(review.knobs.agentic.environment or review.knobs.agentic.agent),
     )
     problems = []
-    for fault in (*faults_of_user_files(review.resolved), *found):
+    for fault in (*faults_of_user_files(review.resolved, images=images), *found):
         if fault.absent and elsewhere:
             review.unchecked.append(fault.absent)
         else:
