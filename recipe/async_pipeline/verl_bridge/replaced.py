@@ -266,6 +266,16 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             remove_when="verl uses the attention of the model's config",
         ),
     ),
+    # The driver on the CPU platform, before verl starts Ray.
+    "workers on a CPU": (
+        Replacement(
+            "ray._private.ray_constants",
+            "SETUP_WORKER_FILENAME",
+            "fork_worker",
+            why="each worker process of Ray imports verl, which takes 10 to 15 s of a core",
+            remove_when="Ray forks its workers from a process that has made the imports of the job",
+        ),
+    ),
     # Training workers on the CPU platform.
     "training on a CPU": (
         Replacement(

