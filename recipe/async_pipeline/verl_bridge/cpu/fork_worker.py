@@ -94,11 +94,14 @@ def _forked(path: str, arguments: Sequence[str], variables: Mapping[str, str]) -
 def _serve_first(path: str, worker_path: str, variables: Mapping[str, str]) -> Sequence[str] | None:
     """Start the fork server if there is none; in each process that it forks, return its arguments."""
     listener = socket.socket(socket.AF_UNIX)
+    mask = os.umask(0o077)  # who may connect may run code
     try:
         listener.bind(path)
     except OSError:  # another worker was first
         listener.close()
         return None
+    finally:
+        os.umask(mask)
     listener.listen(256)
     if os.fork():
         os.wait()
