@@ -73,6 +73,27 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     return report
 
 
+OF_LANES = ("e2e", "probe", "real_engine")
+"""Marks by whose spelling `tests.lanes` finds the files of a lane."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missed = {
+        (str(item.path), mark)
+        for item in items
+        for mark in OF_LANES
+        if item.get_closest_marker(mark) and f"mark.{mark}" not in _source(item.path)
+    }
+    if missed:
+        raise pytest.UsageError(f"lanes find files by `pytest.mark.NAME`, missing in {sorted(missed)}")
+
+
+@functools.cache
+def _source(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Draw the same random numbers in every run, also in the fixtures of the test."""

@@ -63,6 +63,12 @@ def pytest_stage(name: str, *options: str, live: str = "tests") -> Stage:
     return Stage(name, (*command, *cache, *options), of_tests=True)
 
 
+def files_with(mark: str) -> Sequence[str]:
+    """Return the files of tests with this mark: a session that gets no others imports no others."""
+    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(REPOSITORY)) for file in files if f"mark.{mark}" in file.read_text("utf-8")]
+
+
 def ruff_stage(name: str, rules: str) -> Stage:
     return Stage(
         name, (sys.executable, "-m", "ruff", "check", "--output-format", "concise", "--select", rules, ".")
@@ -86,9 +92,9 @@ UNIT = (
     Stage("trace processor", ("bash", "run_scripts/trace_processor.sh"), decides=False),
     pytest_stage("unit", "-m", "not e2e and not real_engine and not nightly and not style", live="files"),
 )
-ENGINE = pytest_stage("engine", "-m", "real_engine and not e2e and not nightly")
-PROBES = pytest_stage("probes", "-m", "e2e and probe and not nightly")
-JOBS = pytest_stage("jobs", "-m", "e2e and not probe and not nightly")
+ENGINE = pytest_stage("engine", "-m", "real_engine and not e2e and not nightly", *files_with("real_engine"))
+PROBES = pytest_stage("probes", "-m", "e2e and probe and not nightly", *files_with("probe"))
+JOBS = pytest_stage("jobs", "-m", "e2e and not probe and not nightly", *files_with("e2e"))
 QUICK = pytest_stage(
     "quick", "-m", "not e2e and not real_engine and not nightly and not style and not slow", live="files"
 )

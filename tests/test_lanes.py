@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from recipe.async_pipeline.lab.job import processes_with
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 from tests.lanes import DEFAULT, FILES_AGAIN, ORDER, SHOWN, TIERS, Stage
 
 MARK = "ASYNC_PIPELINE_TEST_LANES"
@@ -220,3 +220,14 @@ def test_only_the_nightly_tiers_select_nightly_tests() -> None:
     others = [stage for name, stages in TIERS.items() if not name.startswith("nightly") for stage in stages]
     quick = [stage for lanes in ORDER["quick"] for lane in lanes.values() for stage in lane]
     assert all("not nightly" in one or one == "style" for one in selections([*others, *quick]))
+
+
+def test_a_mark_by_which_its_lane_does_not_find_the_file_stops_the_session(tmp_path: Path) -> None:
+    file = tmp_path / "test_hidden.py"
+    file.write_text(
+        "import pytest\nname = 'probe'\n@getattr(pytest.mark, name)\ndef test_it(): pass\n", encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(tmp_path), str(file)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"[('{file}', 'probe')]" in done.stderr
