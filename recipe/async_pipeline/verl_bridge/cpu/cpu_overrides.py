@@ -40,10 +40,15 @@ def install() -> None:
 
 def fork_workers(modules: Sequence[str] = IN_EACH_WORKER) -> None:
     """Have the nodes that this process starts fork their workers after these imports. See `fork_worker`."""
-    os.environ[fork_worker.IMPORTS] = ",".join(modules)
-    os.environ.setdefault(
-        "RAY_prestart_worker_first_driver", "0"
-    )  # they would import what the job does not need
+    settings = {
+        fork_worker.IMPORTS: ",".join(modules),
+        # The first worker registers after the imports.
+        "RAY_worker_register_timeout_seconds": f"{fork_worker.ANSWER_S:.0f}",
+        # Workers for a job without a runtime environment, which no job of verl is.
+        "RAY_prestart_worker_first_driver": "0",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
     replaced.apply("workers on a CPU", fork_worker=str(Path(fork_worker.__file__).resolve()))
 
 

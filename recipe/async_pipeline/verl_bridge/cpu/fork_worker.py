@@ -31,6 +31,7 @@ from typing import Any
 
 IMPORTS = "ASYNC_PIPELINE_WORKER_IMPORTS"
 """Environment variable of a raylet: the modules that its fork server imports. Without it, nothing forks."""
+RAYLET = "RAY_RAYLET_PID"
 AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_")
 """Beginnings of the variables that are read when a process starts, or loads its libraries."""
 AT_IMPORT = ("VERL_", "TORCH", "HF_", "TRANSFORMERS_")
@@ -50,8 +51,8 @@ def main(arguments: Sequence[str]) -> Sequence[str] | None:
     options = dict(word[2:].split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
     context = json.loads(options.get("serialized-runtime-env-context") or "{}")
     variables = context.get("env_vars") or {}
-    if os.environ.get(IMPORTS) and variables and _can_fork(options, context, variables):
-        name = f"fork.{os.environ['RAY_RAYLET_PID']}"  # no longer than the names of Ray's own sockets
+    if variables and _can_fork(options, context, variables):
+        name = f"fork.{os.environ[RAYLET]}"  # no longer than the names of Ray's own sockets
         path = os.path.join(os.path.dirname(options["raylet-name"]), name)
         worker = _serve_first(path, arguments[0], variables)
         if worker is not None:
@@ -65,7 +66,10 @@ def main(arguments: Sequence[str]) -> Sequence[str] | None:
 
 def _can_fork(options: Mapping[str, str], context: Mapping[str, Any], variables: Mapping[str, str]) -> bool:
     return (
-        options.get("language") == "PYTHON"
+        bool(os.environ.get(IMPORTS))
+        and RAYLET in os.environ
+        and "raylet-name" in options
+        and options.get("language") == "PYTHON"
         and options.get("worker-type", "WORKER") == "WORKER"
         and context.get("py_executable") in (None, sys.executable)
         and not context.get("command_prefix")
@@ -125,7 +129,7 @@ def _import(worker_path: str, variables: Mapping[str, str]) -> None:
 
 def _serve(listener: socket.socket) -> Sequence[str]:
     """Fork a process for each request until the raylet ends; there, return the arguments of the worker."""
-    raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
+    raylet = os.pidfd_open(int(os.environ[RAYLET]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps workers that end
     while True:
         ready, _, _ = select.select([listener, raylet], [], [])
