@@ -132,7 +132,7 @@ def _serve(listener: socket.socket) -> Sequence[str]:
     raylet = os.pidfd_open(int(os.environ[RAYLET]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps workers that end
     while True:
-        ready, _, _ = select.select([listener, raylet], [], [])
+        ready, _, _ = select.select([listener.fileno(), raylet], [], [])
         if raylet in ready:
             os._exit(0)
         connection, _ = listener.accept()
