@@ -29,5 +29,7 @@ if __name__ == "__main__":
         warnings.simplefilter("ignore")
         import recipe.async_pipeline.verl_bridge.launch.prepare  # noqa: F401
     read: list[list[str]] = json.load(sys.stdin)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        main(read[0])  # what the first command imports and parses, all would
     printed = fork_ranks(partial(run, read), range(len(read))).values()
     sys.stdout.write("\nREPORT [" + ", ".join(printed) + "]\n")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import traceback
@@ -14,6 +15,8 @@ from multiprocessing.connection import Connection
 def fork_ranks(run: Callable[[int], None], ranks: Iterable[int]) -> dict[int, str]:
     """Run each rank in a fork; return what each printed, with the traceback of its error."""
     context = multiprocessing.get_context("fork")
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy all pages of this process
     started = []
     for rank in ranks:
         receiving, sending = context.Pipe(duplex=False)
@@ -22,6 +25,7 @@ def fork_ranks(run: Callable[[int], None], ranks: Iterable[int]) -> dict[int, st
         sending.close()
         started.append((rank, process, receiving))
 
+    gc.unfreeze()
     printed = {}
     for rank, process, receiving in started:
         with receiving:

@@ -251,6 +251,13 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
     # Every process that imports verl with VERL_PLATFORM=cpu.
     "CPU platform": (
         Replacement(
+            "ray._private.ray_constants",
+            "SETUP_WORKER_FILENAME",
+            "cpu.cpu_overrides:FORK_WORKER",
+            why="each worker process of Ray imports verl, which takes 10 to 15 s of a core",
+            remove_when="Ray forks its workers from a process that has made the imports of the job",
+        ),
+        Replacement(
             "verl.utils.distributed",
             "initialize_global_process_group_ray",
             "cpu.cpu_overrides:with_gloo",
@@ -264,16 +271,6 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             "cpu.cpu_overrides:load_valuehead_model",
             why="verl loads a critic with flash attention",
             remove_when="verl uses the attention of the model's config",
-        ),
-    ),
-    # The driver on the CPU platform, before verl starts Ray.
-    "workers on a CPU": (
-        Replacement(
-            "ray._private.ray_constants",
-            "SETUP_WORKER_FILENAME",
-            "fork_worker",
-            why="each worker process of Ray imports verl, which takes 10 to 15 s of a core",
-            remove_when="Ray forks its workers from a process that has made the imports of the job",
         ),
     ),
     # Training workers on the CPU platform.

