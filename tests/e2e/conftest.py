@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 
+from recipe.async_pipeline.verl_bridge.cpu.cpu_overrides import install
 from tests import HANG_S
 from tests.e2e.job import ROOT
 from tests.fakes.ray_nodes import add_node, start_cluster
@@ -48,6 +49,7 @@ class Nodes:
     """A Ray cluster on this machine. Who starts a job is on its first node."""
 
     def __init__(self, devices: int) -> None:
+        install()  # the nodes fork the workers of a job
         self._cluster = start_cluster(num_cpus=64, num_gpus=devices)
         self._number = 1
 

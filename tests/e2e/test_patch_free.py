@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.verl_bridge.cpu import fork_worker
 from tests.e2e.job import ROOT, check_clean_end, check_events, run_job
 from tests.fakes.published_verl import unpacked
 
@@ -46,6 +47,8 @@ def test_the_trainer_mode_trains_on_the_published_verl(
     python: Path, tied_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
+    # No worker is forked, as with accelerators: each imports all that it needs.
+    monkeypatch.setenv(fork_worker.IMPORTS, "")
     printed = run(python, "-m", "recipe.async_pipeline", "doctor", folder=tmp_path)
     assert "none applied: start with trainer.v1.trainer_mode=async_pipeline" in printed
     assert "without 0001" in printed and "fail" not in printed

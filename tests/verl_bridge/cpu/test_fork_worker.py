@@ -39,6 +39,12 @@ def ray_with(imports: str) -> Iterator[None]:
             ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def forking() -> Iterator[None]:
+    with ray_with(MODULE):
+        yield
+
+
 class Worker:
     def facts(self) -> dict[str, Any]:
         import numpy
@@ -64,26 +70,6 @@ def facts(actor: Any) -> dict[str, Any]:
     return found
 
 
-def test_imports_that_fail_leave_workers_as_ray_starts_them() -> None:
-    with ray_with("no_such_module"):
-        found = facts(worker(OWN="yes"))
-    assert not found["forked"]
-    assert found["own"] == "yes"
-
-
-def test_the_fork_server_ends_with_its_node() -> None:
-    with ray_with("colorsys"):
-        server = psutil.Process(facts(worker(OWN="yes"))["server"])
-        assert Path(fork_worker.__file__).name in " ".join(server.cmdline())
-    server.wait(HANG_S)
-
-
-@pytest.fixture(scope="module")
-def forking() -> Iterator[None]:
-    with ray_with(MODULE):
-        yield
-
-
 @pytest.mark.usefixtures("forking")
 def test_workers_share_imports_and_nothing_else() -> None:
     workers = [worker(OWN=str(i)) for i in range(2)]
@@ -100,18 +86,29 @@ def test_workers_share_imports_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("forking")
-def test_a_worker_that_is_killed_is_reaped_and_starts_again() -> None:
+def test_a_worker_starts_as_ray_starts_it_if_a_fork_could_not_serve_it() -> None:
+    facts(worker(OWN="there is a fork server"))
+    others = [worker(**variables) for variables in ({}, {"PYTHONNODEBUGRANGES": "1"}, {"TORCH_LOGS": "help"})]
+    assert [facts(actor)["forked"] for actor in others] == [False] * 3
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_worker_that_is_killed_is_reaped_and_the_server_ends_with_its_node() -> None:
     actor = worker(OWN="killed")
     before = facts(actor)
+    server = psutil.Process(before["server"])
+    assert Path(fork_worker.__file__).name in " ".join(server.cmdline())
     os.kill(before["pid"], signal.SIGKILL)
     after = facts(actor)
     assert after["pid"] != before["pid"]
     assert after["server"] == before["server"]
     until(lambda: not psutil.pid_exists(before["pid"]), "the process is reaped")
+    ray.shutdown()
+    server.wait(HANG_S)
 
 
-@pytest.mark.usefixtures("forking")
-@pytest.mark.parametrize("variables", [{}, {"PYTHONNODEBUGRANGES": "1"}, {"TORCH_LOGS": "help"}])
-def test_a_worker_starts_as_ray_starts_it_if_a_fork_could_not_serve_it(variables: dict[str, str]) -> None:
-    facts(worker(OWN="there is a fork server"))
-    assert not facts(worker(**variables))["forked"]
+def test_imports_that_fail_leave_workers_as_ray_starts_them() -> None:
+    with ray_with("no_such_module"):
+        found = facts(worker(OWN="yes"))
+    assert not found["forked"]
+    assert found["own"] == "yes"
