@@ -34,7 +34,7 @@ OF_NODES = {
     ),
     # The first worker registers after the imports.
     "RAY_worker_register_timeout_seconds": f"{fork_worker.ANSWER_S:.0f}",
-    # Workers for jobs without a runtime environment; those of verl have one.
+    # Workers for jobs without a runtime environment; jobs of verl have it.
     "RAY_prestart_worker_first_driver": "0",
 }
 """Environment of the nodes that this process starts, for `fork_worker`. Values already set stay."""

@@ -4,7 +4,7 @@
 A raylet runs this script in place of Ray's `setup_worker.py`, with the same arguments. On a CPU each process
 of a job imports verl for 10 to 15 s of a core, and a job has about ten of them. The first worker with a
 runtime environment starts a fork server, which makes these imports once and lives as long as its raylet. That
-worker and all later ones ask the server, on a socket beside the raylet's, to fork a process with their
+worker and all later ones ask the server, on a socket next to the raylet's, to fork a process with their
 arguments, variables, folder and descriptors, and end. Ray identifies a worker by an argument, not by its
 process.
 
@@ -96,7 +96,7 @@ def _forked(path: str, arguments: Sequence[str], variables: Mapping[str, str]) -
 
 
 def _serve_first(path: str, worker_path: str, variables: Mapping[str, str]) -> Sequence[str] | None:
-    """Start the fork server if there is none; in each process that it forks, return its arguments."""
+    """Start the fork server if none runs; in each process that it forks, return its arguments."""
     listener = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o077)  # who may connect may run code
     try:
