@@ -9,7 +9,7 @@
     no gap           record numbers have no gap; records that a resumed run made void are left out
     sums             what the run counted, in a step and at its end, is what its records add up to
 
-See `ledger` for the records.
+See `core.ledger` for the records.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
-from .fates import Fate
-from .items import Trajectory
-from .session_keys import last_keys
-from .token_ages import oldest_in, oldest_trained
-from .token_spans import spans_of
+from ...core.fates import Fate
+from ...core.items import Trajectory
+from ...core.session_keys import last_keys
+from ...core.token_ages import oldest_in, oldest_trained
+from ...core.token_spans import spans_of
 
 SHOWN = 20
 """Violations that are kept in full; further ones are only counted."""
