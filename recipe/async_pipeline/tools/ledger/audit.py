@@ -303,13 +303,12 @@ def _trajectory_of(record: LedgerFields) -> Trajectory:
     )
 
 
-def audit(records: Iterable[LedgerFields], void: int = 0) -> Audit:
-    """Check the records that count, in order; see `valid`. `void`: the number of records left out."""
+def audit(records: Iterable[LedgerFields]) -> Audit:
+    """Check the records that count, in order; see `valid`."""
     books = _Books()
     for record in records:
         books.read(record)
     found = books.finished()
-    found.void = void
     if found.processes == 0:
         begun = found.num_violations or found.dispatched
         found.violations.insert(
