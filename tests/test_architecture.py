@@ -34,6 +34,7 @@ MAY_IMPORT_STACK = (
     "verl_bridge/",
     "lab/bench/jobs/",
     "lab/gpu_kit/engine_check.py",
+    "lab/gpu_kit/seeded_loop.py",
     "lab/soak/flood.py",
     "lab/tasks/calculator_tool.py",
     "tools/cli/node_calls.py",

@@ -13,9 +13,9 @@ import pytest
 from recipe.async_pipeline.core.fates import FateRegister
 from recipe.async_pipeline.core.items import Group, Trajectory
 from recipe.async_pipeline.core.ledger import Ledger
-from recipe.async_pipeline.core.ledger_audit import audit
 from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import ConservationError
+from recipe.async_pipeline.tools.ledger.audit import audit
 
 
 def group(uid: str, *versions: int, reward: float | None = 0.5) -> Group:

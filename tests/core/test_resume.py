@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.ledger_audit import audit, valid
 from recipe.async_pipeline.errors import ConservationError
+from recipe.async_pipeline.tools.ledger.audit import audit, valid
 from tests.fakes.lives import Life, Records, check, lives, steps_of, written_and_read
 from tests.fakes.random_runs import ANSWER_TIMES, random_runs
 from tests.fakes.trainer import WITH_CRITIC, SimCheckpoint, SimTrainer

@@ -49,13 +49,13 @@ def test_a_checkpoint_that_failed_is_tried_again_before_its_next_time() -> None:
     assert [step for step in range(1, 31) if made.saves(step)] == [10, 20, 30]
     made.failed(10, newest=10)
     assert [step for step in range(10, 31) if made.saves(step)] == [10, 12, 20, 30]
-    assert (made.failures, made.failures_in_a_row, made.age(12)) == (1, 1, 12)
+    assert (made.failures, made.age(12)) == (1, 12)
     made.failed(12, newest=12)
     made.failed(14, newest=14)
     assert [step for step in range(15, 31) if made.saves(step)] == [18, 20, 30]
     made.succeeded(18)
     assert [step for step in range(15, 31) if made.saves(step)] == [20, 30]
-    assert (made.failures, made.failures_in_a_row, made.age(20), made.last) == (3, 0, 2, 18)
+    assert (made.failures, made.age(20), made.last) == (3, 2, 18)
 
 
 def test_a_disk_that_stays_full_ends_the_run() -> None:

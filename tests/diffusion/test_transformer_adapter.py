@@ -13,11 +13,12 @@ import torch
 from recipe.async_pipeline.diffusion.families import StableDiffusion3
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
+from recipe.async_pipeline.weight_sync.engine.serving_rank import ServingRank
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter, HeldBlock
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
-from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest, encode
 from tests import HANG_S
-from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
+from tests.fakes.adapter_contract import PIECE_BYTES, check_loads, check_stages, order_of_loads, prove_first
 from tests.fakes.tiny_flow import tiny_conditions, tiny_sd3
 
 pytestmark = pytest.mark.real_engine
@@ -85,6 +86,13 @@ def test_three_versions_are_proved(publish: Publish) -> None:
 
 def test_a_staged_version_is_served_at_its_commit(publish: Publish) -> None:
     check_stages([adapter_of()], publish(weights(1)), publish(weights(2)))
+
+
+def test_a_load_waits_for_the_device(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = adapter_of()
+    order = order_of_loads(adapter, monkeypatch)
+    report, _ = ServingRank(adapter).load(encode(publish(weights(1))), PIECE_BYTES)
+    assert order == ["synchronize", "commit"] and report.tensors_proved == len(weights(1))
 
 
 def test_adapters_of_three_versions_are_proved_and_computed_with(publish: Publish) -> None:

@@ -71,7 +71,7 @@ def load(llm: LLM, manifest: bytes) -> dict[str, Any]:
 
 
 def forget_recording(worker: Any) -> None:
-    getattr(worker, "worker", worker)._adapter._recorded = None
+    getattr(worker, "worker", worker)._serving.adapter._recorded = None
 
 
 def publish_adapters(model_dir: str) -> dict[str, Any]:

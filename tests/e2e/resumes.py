@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from recipe.async_pipeline.lab.gpu_kit.ladder import LOOP
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.e2e.job import Job, processes_of, smoke_command
 from tests.e2e.weights import saved_weights
 

@@ -14,7 +14,7 @@ import pytest
 
 from recipe.async_pipeline.gateway.client import GatewayError, claim, claimed
 from recipe.async_pipeline.lab.soak import lake_agent
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.e2e.environments import KINDS
 from tests.e2e.job import check_clean_end, check_events, processes_of, run_job, smoke_command
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.lab.event_audit import audit_events
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX, SHM_DIR
 from tests import HANG_S
 from tests.e2e.conftest import StartNodes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.lab.bench.two_hosts import TwoHosts
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.e2e.job import Event, Job, check_clean_end, run_job, smoke_command
 from tests.fakes.private_mounts import may_unshare
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from recipe.async_pipeline.tools.report.data import data_of
 from recipe.async_pipeline.tools.report.page import run_page
 from recipe.async_pipeline.tools.report.run_reader import read_run

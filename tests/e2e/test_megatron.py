@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.e2e.job import (
     Event,
     Job,

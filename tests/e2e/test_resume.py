@@ -21,7 +21,7 @@ import pytest
 from pyarrow import parquet
 
 from recipe.async_pipeline.checkpoint.store import published
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.e2e.job import Event, Job, run_job
 from tests.e2e.resumes import COMPARED, STEPS, command, ended_well, kill_all, losses, weights
 from tests.e2e.weights import assert_equal_bits, assert_same_weights

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.e2e.job import (
     Event,
     Job,

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable
 from itertools import groupby
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
+from recipe.async_pipeline.config.weight_sync import InFlightPolicy
 from recipe.async_pipeline.lab.gpu_kit.engine_check import saying
 from recipe.async_pipeline.weight_sync.engine.staging import await_staged
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
@@ -36,7 +36,7 @@ from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket, enco
 from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 
-WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT_POLICIES), ("keep", "device")]
+WAYS = [*((in_flight, "host") for in_flight in get_args(InFlightPolicy)), ("keep", "device")]
 ASKERS = 6
 MAX_LEN = 64
 SPARE = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import pytest
 import torch
 
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Delivered, EngineAdapter
@@ -35,6 +36,20 @@ def deliver(
         shares += [found.share] if found.share is not None else []
     check_union(manifest.version, shares)
     return served, proved
+
+
+def order_of_loads(adapter: EngineAdapter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets each synchronization of the CPU as a device, and each commit of an adapter."""
+    calls: list[str] = []
+    commit = adapter.commit
+
+    def noted(manifest: Manifest, piece_bytes: int) -> Delivered:
+        calls.append("commit")
+        return commit(manifest, piece_bytes)
+
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda device=None: calls.append("synchronize"))
+    monkeypatch.setattr(adapter, "commit", noted)
+    return calls
 
 
 def prove_first(ranks: Sequence[EngineAdapter], manifest: Manifest) -> list[int]:

@@ -58,7 +58,7 @@ class Fp8Rank(RecordingAdapter):
 
     def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
         """Have the weights in the memory of a device, which adopts them."""
-        self._device = device
+        self.device = device
         adopt(self.tensors().values())
 
     @contextmanager
@@ -79,7 +79,7 @@ class Fp8Rank(RecordingAdapter):
         self._fp8.begin()
 
     def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
-        return self._fp8.convert_piece(piece, self._device)
+        return self._fp8.convert_piece(piece, self.device)
 
     def load(self, piece: Sequence[Named]) -> None:
         with self._here():
@@ -92,7 +92,7 @@ class Fp8Rank(RecordingAdapter):
         return self._fp8.computed(self._layout, self.tensors())
 
     def conversion(self) -> Convert | None:
-        return self._fp8.conversion(self._device)
+        return self._fp8.conversion(self.device)
 
     def seal(self) -> None:
         with self._here():

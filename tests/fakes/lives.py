@@ -14,7 +14,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.ledger import LedgerRecord
-from recipe.async_pipeline.core.ledger_audit import Audit, valid
+from recipe.async_pipeline.tools.ledger.audit import Audit, valid
 from tests.fakes.trainer import SimCheckpoint, SimTrainer
 
 Records = list[Mapping[str, Any]]

@@ -121,7 +121,7 @@ class ModelRank(RecordingAdapter):
 
     def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
         """Have the weights in the memory of a device, which adopts them."""
-        self._device = device
+        self.device = device
         adopt(self.tensors().values())
 
     def tensors(self) -> Mapping[str, torch.Tensor]:

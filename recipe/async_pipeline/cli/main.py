@@ -60,7 +60,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.tools.cli.explain", "print the plan of a training command without starting Ray"
     ),
     "ledger": Subcommand(
-        "recipe.async_pipeline.cli.ledger", "verify that a run lost no prompt and trained none twice"
+        "recipe.async_pipeline.tools.cli.ledger", "verify that a run lost no prompt and trained none twice"
     ),
     "patch": Subcommand(
         "recipe.async_pipeline.tools.cli.patch",

@@ -21,7 +21,7 @@ from .placement import (
 )
 
 
-def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]]:
+def pools_of_ratios(ratios: Any) -> dict[str, dict[str, Any]]:
     """Translate `[train, logp, ref_logp, generate]`: equal neighbours share a pool if all then sum to 1.
 
     `[0.5, 0.5, 0.5, 0.5]` means one pool for the first three and one for generation,
@@ -29,10 +29,10 @@ def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]
     """
     if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != 4:
         raise ConfigError(
-            f"{path} must be [train, logp, ref_logp, generate], got {ratios!r}; e.g. [0.5,0.5,0.5,0.5]"
+            f"{RATIOS} must be [train, logp, ref_logp, generate], got {ratios!r}; e.g. [0.5,0.5,0.5,0.5]"
         )
     for ratio in ratios:
-        check_share(ratio, path)
+        check_share(ratio, RATIOS)
 
     train, logp, ref, generate = (float(ratio) for ratio in ratios)
     shares = (train, logp, ref)
@@ -51,8 +51,8 @@ def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]
                 f"{' and '.join(_as_shared(groups) for groups in fitting)}"
             )
         raise ConfigError(
-            f"{path}: {why}, got {list(ratios)}; make neighbours among train, logp, ref_logp equal to share "
-            f"a pool, or set {POOLS}"
+            f"{RATIOS}: {why}, got {list(ratios)}; make neighbours among train, logp, ref_logp equal to "
+            f"share a pool, or set {POOLS}"
         )
 
     names, pools = iter(("train", "logp", "ref_logp")), {}

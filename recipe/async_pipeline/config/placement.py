@@ -25,8 +25,6 @@ MOST_DEVICES = 1_000_000
 PLACED = ("train", "logp", "ref_logp", "critic", "generate")
 """Stages that compute on devices. `param_update` gathers on the devices of train; the critic computes the
 values on its own."""
-OPTIONAL = ("logp", "ref_logp", "critic")
-"""These share the training devices unless a pool names them."""
 ALIASES = {
     "actor_train": "train",
     "actor": "train",

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 from ..errors import ConfigError
 from .fields import Bounds, Positive, Seconds, check_fields
 from .paths import OWN
 
 InFlightPolicy = Literal["keep", "abort", "drain"]
-IN_FLIGHT_POLICIES: tuple[str, ...] = get_args(InFlightPolicy)
 LOADING_SHARE = 8
 """One replica in this many may load while the others generate."""
 SHORT_COMMIT_S = 0.25

@@ -62,10 +62,6 @@ class CheckpointTimes:
         """Checkpoints of this process that could not be written."""
         return self._retry.total
 
-    @property
-    def failures_in_a_row(self) -> int:
-        return self._retry.in_a_row
-
     def saves(self, step: int) -> bool:
         """Return whether a checkpoint is written after `step`."""
         return step == self._again or self._schedule.saves(step)

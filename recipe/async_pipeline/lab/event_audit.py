@@ -7,7 +7,7 @@
     versions      are trained one after another, gathered after training, served after gathering
     lag           of trained data stays within the bound
 
-`ledger_audit` checks that every prompt has one fate.
+`tools.ledger.audit` checks that every prompt has one fate.
 """
 
 from __future__ import annotations

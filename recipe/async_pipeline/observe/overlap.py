@@ -6,21 +6,22 @@ from __future__ import annotations
 from ..core.events import LogRecord
 from ..core.replay import RunState
 
+ROLES = ("generate", "train")
+
 
 class OverlapMeter:
     """A subscriber of the event log. A stage computes while any of its lanes is RUNNING."""
 
-    def __init__(self, first: str = "generate", second: str = "train") -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._roles = (first, second)
         self._state = RunState()
         self._since: float | None = None
 
     def __call__(self, record: LogRecord) -> None:
-        if record.role not in self._roles:
+        if record.role not in ROLES:
             return
         self._state(record)
-        both = all(map(self._state.is_running, self._roles))
+        both = all(map(self._state.is_running, ROLES))
         if both and self._since is None:
             self._since = record.t
         elif not both and self._since is not None:

@@ -113,7 +113,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.trainer.ppo.v1.trainer_base",
             "compute_advantage_for_multi_trajectories",
-            "trainer.session_advantages:advantages",
+            "trainer.advantages:session_advantages",
             why="verl reads the advantage of a session from a token that may be masked",
             remove_when="verl takes the advantage from the score of the session",
         ),

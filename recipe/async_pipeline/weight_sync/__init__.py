@@ -15,6 +15,7 @@
     engine/shard_load.py         a version into a sharded model of the trainer's kind
     engine/engine_adapter.py     what an engine has to offer: prepare, commit, and which element is which
     engine/recording_adapter.py  the same for engines whose loader can be recorded
+    engine/serving_rank.py       one rank that stages, commits and verifies versions through its adapter
     proof/provenance.py          published elements in the intermediate tensors of a load
     proof/element_map.py         which published element each served element is
     proof/map_check.py           nothing is left out, and everything is where the engine expects it

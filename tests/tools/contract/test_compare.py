@@ -7,11 +7,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from recipe.async_pipeline.installed.patch_state import patches_dir
-from recipe.async_pipeline.tools.contract.compare import SUBJECTS, ContractProblem, compare
+from recipe.async_pipeline.tools.contract.compare import ContractProblem, Subject, compare
 from recipe.async_pipeline.tools.patches import series, verl_source
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ def test_the_pinned_verl_is_clean(pinned: Path) -> None:
     assert found.problems == ()
     assert found.verl == found.pin == verl_source.read_pin(patches_dir()).version
     checked = dict(found.checked)
-    assert tuple(checked) == SUBJECTS
+    assert tuple(checked) == get_args(Subject)
     assert checked.pop("patches") == len(series.series_names(patches_dir()))
     assert min(checked.values()) > 8
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
+from recipe.async_pipeline.config.weight_sync import InFlightPolicy
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import (
@@ -74,7 +74,7 @@ MOMENTS = st.floats(0, 30, allow_nan=False).map(lambda t: round(t, 2))
 @given(
     asks=st.lists(st.builds(Asked, st.integers(1, 12), MOMENTS), min_size=1, max_size=8),
     gaps=st.lists(st.tuples(MOMENTS, st.floats(0, 2).map(lambda t: round(t, 2))), max_size=6),
-    in_flight=st.sampled_from(IN_FLIGHT_POLICIES),
+    in_flight=st.sampled_from(get_args(InFlightPolicy)),
     late_s=st.sampled_from([0.0, 0.3, 2.5]),
     send_s=st.sampled_from([0.0, 0.7]),
     looks=st.lists(MOMENTS, max_size=4),
@@ -271,7 +271,7 @@ async def test_unrecorded_requests_pass_through(engine_class: Any) -> None:
 
 
 @each_engine
-@pytest.mark.parametrize("in_flight", IN_FLIGHT_POLICIES)
+@pytest.mark.parametrize("in_flight", get_args(InFlightPolicy))
 def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(
     engine_class: Any, in_flight: str
 ) -> None:
@@ -303,7 +303,7 @@ def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(
 
 
 @each_engine
-@pytest.mark.parametrize("in_flight", IN_FLIGHT_POLICIES)
+@pytest.mark.parametrize("in_flight", get_args(InFlightPolicy))
 @pytest.mark.parametrize("load_at", [0.3, 1.0, 1.3])
 async def test_a_load_can_overtake_a_request_that_is_being_sent(
     engine_class: Any, in_flight: str, load_at: float

@@ -29,7 +29,7 @@ COMPARED = (
     "critic/advantages/max",
     "response_length/mean",
 )
-LOOP = "recipe.async_pipeline.verl_bridge.agent_loop.seeded_loop.SeededLoop"
+LOOP = "recipe.async_pipeline.lab.gpu_kit.seeded_loop.SeededLoop"
 STOCK = "stock"
 """verl's name of the run of its sync trainer, and so of its file of metrics."""
 Metrics = Sequence[Mapping[str, float]]

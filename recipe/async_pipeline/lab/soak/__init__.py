@@ -13,5 +13,5 @@
     standins      modules in place of services: a tracker that can refuse
 
 The command is `lab/cli/soak.py`. The result is checked by the auditors that every run has:
-`core.ledger_audit` on the ledger, and `core.event_audit` on the event log of each process.
+`tools.ledger.audit` on the ledger, and `core.event_audit` on the event log of each process.
 """

@@ -20,7 +20,6 @@ from .uses import Use, uses_of
 
 Severity = Literal["breaks", "changed"]
 Subject = Literal["names", "overrides", "config keys", "patches"]
-SUBJECTS: tuple[Subject, ...] = ("names", "overrides", "config keys", "patches")
 _NAMED_USERS = 2
 
 

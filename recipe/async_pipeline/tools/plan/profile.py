@@ -28,18 +28,6 @@ def _shipped() -> Path:
 
 
 PROFILES = _shipped()
-STAGES = (
-    "draw",
-    "assemble",
-    "logp",
-    "ref_logp",
-    "values",
-    "advantage",
-    "update",
-    "critic",
-    "gather",
-    "finish",
-)
 
 
 def _require(ok: bool, path: str, rule: str, value: Any) -> None:

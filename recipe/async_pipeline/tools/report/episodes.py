@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.ledger_audit import valid
 from ...core.session_keys import last_keys
 from ...errors import RunFilesError
 from ...observe.agent_output import KeptOutput, read_outputs
-from ...observe.ledger_file import NAME
+from ..ledger.audit import valid
+from ..ledger.file import NAME
 
 
 class TextPart(NamedTuple):

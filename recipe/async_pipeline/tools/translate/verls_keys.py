@@ -13,7 +13,6 @@ from ...config.paths import OWN, select
 from ...installed.verl import has
 from .rules import Became, Table, TranslatedFile, as_it_is
 
-_ROLLOUT = "actor_rollout_ref.rollout"
 SWITCH = {"+async_pipeline": True}
 _OWN_TRAINER = "+async_pipeline=True chooses this package's trainer"
 _OWN_TRANSFER = "this package transfers the weights"

@@ -16,7 +16,7 @@ from ...strategies import load_class
 from ..launch.ray_cluster import require_run_dir
 from ..launch.run_config import runtime_of
 from ..rollout.server_manager import PipelineServerManager
-from . import flow_advantages  # noqa: F401  registers its estimator with verl
+from . import advantages  # noqa: F401  registers its estimator with verl
 from .strategy_trainers import TRAINERS
 from .terminal import say
 from .verl_trainer import VerlTrainer

@@ -54,8 +54,6 @@ def _register() -> dict[str, Any]:
             """Becomes the real engine when it is made."""
 
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-                from .megatron.boot import cpu_engines
-
                 return cpu_engines()[index](*args, **kwargs)
 
         return Postponed
@@ -68,3 +66,23 @@ def _register() -> dict[str, Any]:
         MegatronEngine=language, MegatronEngineWithLMHead=language, MegatronEngineWithValueHead=value
     )
     return _engines
+
+
+def cpu_engines() -> tuple[type[Any], type[Any]]:
+    """Import Megatron and return the engines with an LM head and with a value head. Idempotent.
+
+    The order of these imports repairs Megatron for the CPU. Raises ImportError if megatron-core or
+    megatron-bridge is not installed.
+    """
+    from .megatron import standin
+
+    standin.import_bridge()
+
+    from .megatron import cuda_shim, holes
+
+    cuda_shim.install()
+    holes.fill_all()
+
+    from .megatron.engine import CpuMegatronEngine, CpuMegatronValueEngine
+
+    return CpuMegatronEngine, CpuMegatronValueEngine

@@ -68,6 +68,9 @@ class Delivered:
 class EngineAdapter(Protocol):
     """One rank of an engine. Called between two steps of the engine, except for `prepare`."""
 
+    device: torch.device
+    """Where the served tensors are."""
+
     def prepare(self, manifest: Manifest, ended: Callable[[BaseException | None], None] = ...) -> bool:
         """Start to map, convert and stage a version while the engine generates.
 

@@ -32,7 +32,7 @@ class RecordingAdapter(ABC):
     """One rank of an engine; see `engine_adapter.EngineAdapter`. Subclasses know the engine."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._reader = ArenaReader()
         self._recorded: RecordedLoad | None = None
         self._standby: StandbyCopy | StandbyConversion | None = None
@@ -108,12 +108,12 @@ class RecordingAdapter(ABC):
             if isinstance(self._standby, StandbyCopy):
                 return self._standby
             # The graphs of an accelerator hold addresses, so memory can be exchanged on CPU only.
-            return StandbyCopy(self._recorded, served, may_exchange=self._device.type == "cpu")
+            return StandbyCopy(self._recorded, served, may_exchange=self.device.type == "cpu")
         if self._layout != manifest.tensors or (convert := self.conversion()) is None:
             return None
         if isinstance(self._standby, StandbyConversion):
             return self._standby
-        return StandbyConversion(convert, self._device)
+        return StandbyConversion(convert, self.device)
 
     def staged_version(self) -> int | None:
         """Return the version that is complete on the device, or None. Raises the error of the copy."""
@@ -136,7 +136,7 @@ class RecordingAdapter(ABC):
             self.begin()
             tensors = self._load_and_record(manifest, piece_bytes, self.tensors(), converted)
         assert self._elements is not None, "a load that was not recorded has no repetition"
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             # For the next version in this memory; the engine must not wait for it now.
             threading.Thread(target=self._pinning(manifest), name="pin", daemon=True).start()
         return Delivered(tensors, self._elements, self.expected, self._converted, self.computed())
@@ -154,7 +154,7 @@ class RecordingAdapter(ABC):
         by_record = recorded is not None and recorded.layout == manifest.tensors
         reading: object = recorded if by_record else manifest.tensors
         known = by_record or self._layout == manifest.tensors
-        if self._device.type != "cuda" or not known or self._pinned.get(arena) == reading:
+        if self.device.type != "cuda" or not known or self._pinned.get(arena) == reading:
             return lambda: None
         if len(self._pinned) == 2:  # a larger arena replaced one of the two
             self._pinned.clear()

@@ -12,7 +12,6 @@ import sys
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
-import torch
 import zmq
 
 from recipe.async_pipeline.verl_bridge.rollout.sglang import scheduler
@@ -93,7 +92,7 @@ def a_scheduler() -> Any:
     made.last_batch = batch(decoding, chunk, extend=True)
     made.result_queue = [(made.last_batch, None)]
     made.tp_cpu_group.size = lambda: 1
-    made._rank = EngineRank(made, MagicMock(), torch.device("cpu"), made._gather)
+    made._rank = EngineRank(made, MagicMock(), made._gather)
     return made
 
 

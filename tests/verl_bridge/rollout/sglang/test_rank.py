@@ -11,12 +11,18 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
-from recipe.async_pipeline.verl_bridge.rollout.sglang import rank as module
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import SchedulerFailure
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank, _Outcome
+from recipe.async_pipeline.weight_sync.engine import serving_rank as module
+from recipe.async_pipeline.weight_sync.engine.serving_rank import ServingRank
 from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import Salts
-from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, encode, over_nodes
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest, encode
+from tests import HANG_S
+from tests.fakes.adapter_contract import PIECE_BYTES, order_of_loads
+from tests.fakes.engine import FakeEngine, weights
 
 
 def request(rid: str, tokens: int = 0, *, finished: bool = False, **more: Any) -> Any:
@@ -48,9 +54,13 @@ def scheduler(**more: Any) -> Any:
     return SimpleNamespace(**{**described, **more})
 
 
+def serving(**of_adapter: Any) -> ServingRank:
+    adapter: Any = SimpleNamespace(device=torch.device("cpu"), **of_adapter)
+    return ServingRank(adapter)
+
+
 def rank(engine: Any) -> EngineRank:
-    adapter: Any = SimpleNamespace()
-    return EngineRank(engine, adapter, torch.device("cpu"), lambda mine: [mine])
+    return EngineRank(engine, serving(), lambda mine: [mine])
 
 
 EMPTY = encode(Manifest(version=1, tensors=(), buckets=(), samples=()))
@@ -58,8 +68,7 @@ EMPTY = encode(Manifest(version=1, tensors=(), buckets=(), samples=()))
 
 def loaded(engine: Any, salts: Salts | None = None) -> dict[str, int]:
     """Load a version without tensors; returns the tokens of each live request."""
-    adapter: Any = SimpleNamespace()
-    mine = EngineRank(engine, adapter, torch.device("cpu"), lambda mine: [_Outcome({})])
+    mine = EngineRank(engine, serving(), lambda mine: [_Outcome({})])
     return mine.load(EMPTY, 64, salts)[1]
 
 
@@ -105,29 +114,24 @@ def test_requests_without_a_step_use_the_prefixes_of_the_new_version() -> None:
 
 def test_a_failure_of_another_rank_is_raised_on_all() -> None:
     failed = _Outcome(failure=SchedulerFailure.of(ProofError("v1: other values")))
-    adapter: Any = SimpleNamespace()
-    mine = EngineRank(scheduler(), adapter, torch.device("cpu"), lambda mine: [_Outcome({}), failed])
+    mine = EngineRank(scheduler(), serving(), lambda mine: [_Outcome({}), failed])
     with pytest.raises(ProofError, match="^v1: other values$"):
         mine.load(EMPTY, 64, None)
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_rank_maps_the_segments_on_its_node(node: int) -> None:
-    mapped: list[str] = []
-
-    def commit(described: Manifest, piece_bytes: int) -> None:
-        mapped.extend(bucket.segment for bucket in described.buckets)
-        raise WeightSyncError("enough")
-
-    adapter: Any = SimpleNamespace(commit=commit, prepare=lambda described, done: commit(described, 0))
-    mine = EngineRank(scheduler(), adapter, torch.device("cpu"), lambda mine: [mine], node)
-    nodes = [Manifest(1, (), (BucketEntry(f"of node {one}", 0, 0),), ()) for one in range(2)]
-    manifest = encode(over_nodes(nodes))
-    with pytest.raises(WeightSyncError, match="enough"):
-        mine.load(manifest, 64, None)
-    with pytest.raises(WeightSyncError, match="enough"):
-        mine.stage(manifest)
-    assert mapped == [f"of node {node}"] * 2
+def test_a_load_waits_for_the_device_and_is_reported_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, writer = FakeEngine(), ArenaWriter(1 << 12, 1000, None)
+    mine = EngineRank(
+        scheduler(running_batch=batch(request("a", 3))),
+        ServingRank(adapter),
+        lambda mine: [mine],
+    )
+    order = order_of_loads(adapter, monkeypatch)
+    with closing(writer):
+        manifest = encode(await_manifest(writer.gather(1, weights(1).items()), HANG_S))
+        (report,), progress = mine.load(manifest, PIECE_BYTES, None)
+    assert order == ["synchronize", "commit"]
+    assert report["tensors_proved"] == len(weights(1)) and progress == {"a": 3}
 
 
 def test_any_error_of_a_load_is_an_outcome() -> None:
@@ -138,9 +142,8 @@ def test_any_error_of_a_load_is_an_outcome() -> None:
         gathered.append(mine)
         return [mine, _Outcome({})]
 
-    adapter: Any = SimpleNamespace()
     with pytest.raises(WeightSyncError):
-        EngineRank(scheduler(), adapter, torch.device("cpu"), gather).load(b"no manifest", 64, None)
+        EngineRank(scheduler(), serving(), gather).load(b"no manifest", 64, None)
     assert len(gathered) == 1
 
 
@@ -155,18 +158,16 @@ def test_a_rank_that_cannot_stage_reaches_the_others(monkeypatch: pytest.MonkeyP
         gathered.append(mine)
         return [mine, "board"]
 
-    adapter: Any = SimpleNamespace(prepare=fail)
     with ExitStack() as boards:
         monkeypatch.setattr(module, "StagingBoard", lambda: boards.enter_context(closing(StagingBoard())))
         with pytest.raises(WeightSyncError, match="no standby copy"):
-            EngineRank(scheduler(), adapter, torch.device("cpu"), gather).stage(EMPTY)
+            EngineRank(scheduler(), serving(prepare=fail), gather).stage(EMPTY)
     assert len(gathered) == 1
 
 
 def test_a_rank_that_another_one_keeps_from_staging_raises_too() -> None:
     failed = SchedulerFailure.of(ProofError("v1: other values"))
-    adapter: Any = SimpleNamespace()
-    staging = EngineRank(scheduler(), adapter, torch.device("cpu"), lambda mine: ["board", failed])
+    staging = EngineRank(scheduler(), serving(), lambda mine: ["board", failed])
     with pytest.raises(ProofError, match="^v1: other values$"):
         staging.stage(b"no manifest")
 

@@ -57,9 +57,7 @@ class SabotagedAdapter(VllmAdapter):
 class SabotagedWorker(PipelineWorkerExtension):
     """Named by its class: the ranks of an engine are spawned and import it."""
 
-    def _engine_adapter(self) -> VllmAdapter:
-        self._adapter = self._adapter or SabotagedAdapter(self)
-        return self._adapter
+    adapter_class = SabotagedAdapter
 
 
 class Cell:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
+from recipe.async_pipeline.config.weight_sync import InFlightPolicy
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import rejections
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
@@ -41,7 +41,7 @@ def outputs_of(engine: AsyncLLM, in_flight: str, asked: Params, load_at: float) 
     return run_virtual(main())
 
 
-@pytest.mark.parametrize("in_flight", IN_FLIGHT_POLICIES)
+@pytest.mark.parametrize("in_flight", get_args(InFlightPolicy))
 @pytest.mark.parametrize("stop", [[], ["\n"]])
 def test_no_output_is_made_without_a_reader(in_flight: str, stop: list[str]) -> None:
     engine, asked = AsyncLLM(), Params(3, stop=stop)

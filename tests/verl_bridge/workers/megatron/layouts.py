@@ -121,7 +121,7 @@ def import_stack() -> dict[str, Any]:
 
     from recipe.async_pipeline.verl_bridge import plugin  # noqa: F401
     from recipe.async_pipeline.verl_bridge.workers.megatron import holes, standin
-    from recipe.async_pipeline.verl_bridge.workers.megatron.boot import cpu_engines
+    from recipe.async_pipeline.verl_bridge.workers.megatron_on_demand import cpu_engines
 
     postponed = "megatron.core" not in sys.modules
     standin.import_bridge()

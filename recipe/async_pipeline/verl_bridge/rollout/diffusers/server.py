@@ -18,7 +18,9 @@ from verl.workers.rollout.replica import TokenOutput
 from ....diffusion.families import Conditions
 from ....diffusion.frozen_parts import FrozenParts
 from ....diffusion.step_engine import SampleRequest, Sampling, StepEngine
+from ....diffusion.transformer_adapter import TransformerAdapter
 from ....diffusion.windows import SdeWindow
+from ....weight_sync.engine.serving_rank import ServingRank
 from ....weight_sync.engine.versioned_engine import Loaded, Salts, VersionedEngine
 from ....weight_sync.memory.manifest import decode
 from ...cpu.cpu_platform import is_cpu
@@ -26,7 +28,6 @@ from ...workers.diffusion_model import DiffusionModelConfig
 from ..versioned_server import VersionedServer
 from .engine import DiffusersEngine, DrawnImage
 from .fields import CONDITIONS, LATENTS, PICTURE
-from .rank import TransformerRank
 
 PROMPTS = 4096
 """Prompts whose conditions are kept."""
@@ -37,7 +38,7 @@ class ImageServer:
 
     _engine: DiffusersEngine
     _versioned: VersionedEngine[SampleRequest, DrawnImage]
-    _rank: TransformerRank
+    _rank: ServingRank
 
     def __init__(self, config: Any, model_config: Any, replica_rank: int, node_rank: int) -> None:
         """`config`: verl's of the rollout; `model_config`: of a `DiffusionModelConfig`."""
@@ -54,7 +55,7 @@ class ImageServer:
         )
         device = torch.device("cpu" if is_cpu() else "cuda")
         transformer, self._frozen = await asyncio.to_thread(self._load, device)
-        self._rank = TransformerRank(transformer, device)
+        self._rank = ServingRank(TransformerAdapter(transformer, device))
         steps = StepEngine(
             partial(self._model.folder.family.velocity, transformer),
             max_rows=int(self.config.max_num_seqs),
@@ -145,8 +146,8 @@ class PipelineDiffusersServer(VersionedServer, ImageServer):
         self, manifest: bytes, piece_bytes: int, timeout_s: float, salts: Salts | None
     ) -> Loaded:
         version = decode(manifest).version
-        report, progress = await self._engine.load(version, lambda: self._rank.load(manifest, piece_bytes))
-        return Loaded([report], progress)
+        loaded, progress = await self._engine.load(version, lambda: self._rank.load(manifest, piece_bytes))
+        return Loaded([loaded[0]], progress)
 
     async def _stage_boards(self, manifest: bytes, timeout_s: float) -> list[str | None]:
         return [await self._engine.between_steps(lambda: self._rank.stage(manifest))]

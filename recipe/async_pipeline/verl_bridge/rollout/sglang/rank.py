@@ -6,23 +6,16 @@ Its methods run in the scheduler's process between two steps, on all ranks of th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-
-from ....weight_sync.engine.engine_adapter import EngineAdapter
-from ....weight_sync.engine.staging import StagingBoard
+from ....weight_sync.engine.serving_rank import ServingRank
 from ....weight_sync.engine.versioned_engine import Salts
 from ....weight_sync.memory.manifest import decode
 from ....weight_sync.proof.map_check import RankShare, check_union
-from ....weight_sync.proof.proof import Prover
 from .calls import SchedulerFailure
-from .generations import log_probs, middle_chunks, ranks
+from .generations import log_probs, middle_chunks
 
 Gather = Callable[[Any], list[Any]]
 """Exchange an object with all ranks; return the ones of all, in the order of the ranks."""
@@ -39,14 +32,9 @@ class _Outcome(NamedTuple):
 class EngineRank:
     """The methods that the server may call."""
 
-    def __init__(
-        self, scheduler: Any, adapter: EngineAdapter, device: torch.device, gather: Gather, node: int = 0
-    ) -> None:
-        """`scheduler` is SGLang's; `node` is which of the replica's nodes this is."""
-        self._scheduler, self._adapter, self._device, self._gather = scheduler, adapter, device, gather
-        self._node = node
-        self._prover = Prover(ranks(scheduler))
-        self._board: StagingBoard | None = None
+    def __init__(self, scheduler: Any, serving: ServingRank, gather: Gather) -> None:
+        """`scheduler` is SGLang's."""
+        self._scheduler, self._serving, self._gather = scheduler, serving, gather
 
     def check(self) -> None:
         """Nothing: an answer shows that the scheduler runs its loop."""
@@ -69,14 +57,9 @@ class EngineRank:
 
     def _stage(self, manifest: bytes) -> str | SchedulerFailure | None:
         try:
-            described = decode(manifest).on_node(self._node)
-            self._board = board = self._board or StagingBoard()
-            board.clear()
-            with _no_inference_mode():
-                staging = self._adapter.prepare(described, partial(board.post, described.version))
+            return self._serving.stage(manifest)
         except Exception as error:  # noqa: BLE001 - other ranks wait for this one, and the server raises it
             return SchedulerFailure.of(error)
-        return board.name if staging else None
 
     def load(
         self, manifest: bytes, piece_bytes: int, salts: Salts | None
@@ -100,19 +83,10 @@ class EngineRank:
 
     def _load(self, manifest: bytes, piece_bytes: int) -> _Outcome:
         try:
-            started = time.perf_counter()
-            described, adapter = decode(manifest).on_node(self._node), self._adapter
-            # A step may still run on the device, with the weights that are about to be overwritten.
-            torch.get_device_module(self._device).synchronize()
-            with _no_inference_mode():
-                delivered = adapter.commit(described, piece_bytes)
-                loaded = time.perf_counter()
-                proved = self._prover.prove(described, delivered, lambda: adapter.published(described))
-                adapter.seal()
+            report, share = self._serving.load(manifest, piece_bytes)
         except Exception as error:  # noqa: BLE001 - other ranks wait for this one, and the server raises it
             return _Outcome(failure=SchedulerFailure.of(error))
-        load_s, prove_s = loaded - started, time.perf_counter() - loaded
-        return _Outcome(asdict(proved.report(load_s, prove_s)), proved.share)
+        return _Outcome(asdict(report), share)
 
     def _keep_prefixes_apart(self, salts: Salts) -> None:
         """Have requests that wait for their first step use prefixes of the new version only."""
@@ -160,10 +134,3 @@ class EngineRank:
             if request.rid not in seen and not request.finished():
                 seen.add(request.rid)
                 yield request
-
-
-@contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    """Leave the scheduler's inference mode, whose tensors could not be written to outside of it."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

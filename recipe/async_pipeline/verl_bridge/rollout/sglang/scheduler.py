@@ -38,6 +38,7 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
     import torch
     from sglang.utils import TypeBasedDispatcher
 
+    from ....weight_sync.engine.serving_rank import ServingRank
     from .adapter import SGLangAdapter
     from .generations import message, ranks
     from .rank import EngineRank
@@ -77,10 +78,10 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
 
         def _new_rank(self) -> EngineRank:
             runner = self.tp_worker.model_runner
-            device = torch.device(runner.device)
             manager = runner.lora_manager if self.enable_lora else None
-            adapter = SGLangAdapter(runner.model, device, manager)
-            return EngineRank(self, adapter, device, self._gather, self.server_args.node_rank)
+            adapter = SGLangAdapter(runner.model, torch.device(runner.device), manager)
+            serving = ServingRank(adapter, ranks=ranks(self), node=self.server_args.node_rank)
+            return EngineRank(self, serving, self._gather)
 
         def _gather(self, mine: Any) -> list[Any]:
             everyone: list[Any] = [None] * ranks(self)

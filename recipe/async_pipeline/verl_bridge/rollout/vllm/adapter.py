@@ -76,7 +76,7 @@ class VllmAdapter(RecordingAdapter):
             self._fp8.begin()
 
     def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
-        return piece if self._fp8 is None else self._fp8.convert_piece(piece, self._device)
+        return piece if self._fp8 is None else self._fp8.convert_piece(piece, self.device)
 
     def load(self, piece: Sequence[Named]) -> None:
         """Load buffers by their names, as verl does, and all others through the model.
@@ -104,7 +104,7 @@ class VllmAdapter(RecordingAdapter):
         if self._fp8 is not None:
             return  # `seal` does this part, since it may change the layout of what is proved
         for served, config in self._worker._iter_all_models_with_config():
-            process_weights_after_loading(served, config, self._device)
+            process_weights_after_loading(served, config, self.device)
             require_fresh_products(served)
 
     def expected(self, entry: TensorEntry) -> Expected | None:
@@ -123,12 +123,12 @@ class VllmAdapter(RecordingAdapter):
         return () if self._fp8 is None else self._fp8.computed(self._layout, self.tensors())
 
     def conversion(self) -> Convert | None:
-        return None if self._fp8 is None else self._fp8.conversion(self._device)
+        return None if self._fp8 is None else self._fp8.conversion(self.device)
 
     def seal(self) -> None:
         if self._fp8 is not None:
             self._fp8.end()
-        elif self._device.type == "cpu":
+        elif self.device.type == "cpu":
             pack_experts(self._model)
 
     def load_adapter(self, manifest: Manifest, config: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import Load
 
-MODULE = "recipe.async_pipeline.verl_bridge.agent_loop.seeded_loop"
+MODULE = "recipe.async_pipeline.lab.gpu_kit.seeded_loop"
 
 
 def row(**changes: int) -> dict[str, int]:

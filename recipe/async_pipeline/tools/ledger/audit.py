@@ -9,7 +9,7 @@
     no gap           record numbers have no gap; records that a resumed run made void are left out
     sums             what the run counted, in a step and at its end, is what its records add up to
 
-See `ledger` for the records.
+See `core.ledger` for the records.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
-from .fates import Fate
-from .items import Trajectory
-from .session_keys import last_keys
-from .token_ages import oldest_in, oldest_trained
-from .token_spans import spans_of
+from ...core.fates import Fate
+from ...core.items import Trajectory
+from ...core.session_keys import last_keys
+from ...core.token_ages import oldest_in, oldest_trained
+from ...core.token_spans import spans_of
 
 SHOWN = 20
 """Violations that are kept in full; further ones are only counted."""
@@ -303,13 +303,12 @@ def _trajectory_of(record: LedgerFields) -> Trajectory:
     )
 
 
-def audit(records: Iterable[LedgerFields], void: int = 0) -> Audit:
-    """Check the records that count, in order; see `valid`. `void`: the number of records left out."""
+def audit(records: Iterable[LedgerFields]) -> Audit:
+    """Check the records that count, in order; see `valid`."""
     books = _Books()
     for record in records:
         books.read(record)
     found = books.finished()
-    found.void = void
     if found.processes == 0:
         begun = found.num_violations or found.dispatched
         found.violations.insert(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.fakes.ledgers import whole
 
 

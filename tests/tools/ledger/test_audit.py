@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from recipe.async_pipeline.core.ledger_audit import Audit, audit, horizon, valid
+from recipe.async_pipeline.tools.ledger.audit import Audit, audit, horizon, valid
 from tests.fakes.ledgers import at, changed, renumbered, resumed, trained_again, whole
 from tests.fakes.lives import Records
 

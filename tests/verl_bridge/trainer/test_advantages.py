@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advantage belongs to the session, and does not depend on which of its tokens are still trained."""
+"""What verl lacks: advantages of `flow_grpo`, and sessions whose last row has no trained token."""
 
 from __future__ import annotations
 
@@ -7,8 +7,51 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.real_engine
+
+
+def flow_advantages(
+    module: ModuleType, rewards: list[float], prompts: list[str], steps: int = 2
+) -> torch.Tensor:
+    """Through verl's registry, as its trainer calls it: the reward is on the last token."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    table = torch.zeros(len(rewards), steps)
+    table[:, -1] = torch.tensor(rewards)
+    mask = torch.ones(len(rewards), steps)
+    found, returns = get_adv_estimator_fn(module.NAME)(
+        token_level_rewards=table, response_mask=mask, index=prompts, config=None
+    )
+    assert torch.equal(found, returns)
+    return found
+
+
+def test_the_deviation_is_that_of_all_rewards(module: ModuleType) -> None:
+    rewards, prompts = [1.0, 0.0, 0.6, 0.5], ["a", "a", "b", "b"]
+    found = flow_advantages(module, rewards, prompts)
+    spread = float(torch.tensor(rewards).std()) + 1e-4
+    wanted = torch.tensor([0.5, -0.5, 0.05, -0.05]) / spread
+    torch.testing.assert_close(found, wanted.unsqueeze(1).expand(4, 2))
+
+
+def test_a_rare_success_is_cut_off(module: ModuleType) -> None:
+    found = flow_advantages(module, [1.0] + [0.0] * 99, ["a"] * 100)
+    assert float(found.max()) == module.MOST
+
+
+def test_steps_that_are_masked_have_none(module: ModuleType) -> None:
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    found, _ = module.flow_grpo_advantage(rewards, mask, ["a", "a"])
+    assert found[0, 1] == 0 and found[0, 0] > 0 > found[1, 1] == found[1, 0]
+
+
+def test_a_single_sample_keeps_its_reward(module: ModuleType) -> None:
+    found = flow_advantages(module, [0.5], ["a"])
+    torch.testing.assert_close(found, torch.full((1, 2), 0.5), rtol=1e-3, atol=0)
+
 
 KEYS = ["p_0_0", "p_0_1", "p_1_0", "p_2_0", "p_2_1", "p_2_2"]
 REWARDS = [0.0, 1.0, 0.25, 0.0, 0.0, -1.0]
@@ -18,7 +61,6 @@ MASKS = [[1, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 1, 1]]
 
 def computed(module: ModuleType, masks: list[list[int]], estimator: str = "grpo") -> Any:
     import numpy as np
-    import torch
     from verl import DataProto
 
     rewards = torch.zeros(len(KEYS), 3)
@@ -27,7 +69,7 @@ def computed(module: ModuleType, masks: list[list[int]], estimator: str = "grpo"
         tensors={"response_mask": torch.tensor(masks), "token_level_rewards": rewards},
         non_tensors={"uid": np.array(["p"] * len(KEYS), dtype=object)},
     )
-    done = module.advantages(
+    done = module.session_advantages(
         data,
         batch_keys=KEYS,
         adv_estimator=module.AdvantageEstimator(estimator),
@@ -43,8 +85,6 @@ def computed(module: ModuleType, masks: list[list[int]], estimator: str = "grpo"
 def test_rows_keep_the_advantage_of_their_session_if_its_last_row_is_masked(
     module: ModuleType, lost: list[int]
 ) -> None:
-    import torch
-
     whole = computed(module, MASKS)
     masks = [[0, 0, 0] if row in lost else mask for row, mask in enumerate(MASKS)]
     found = computed(module, masks)

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..console import echo
-from ..core.ledger_audit import Audit
-from ..observe.agent_output import MAX_FILES, KeptOutput, read_outputs
-from ..observe.ledger_file import NAME, audit_file
+from ...console import echo
+from ...observe.agent_output import MAX_FILES, KeptOutput, read_outputs
+from ..ledger.audit import Audit
+from ..ledger.file import NAME, audit_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.ledger_audit import Audit, LedgerFields, audit, horizon
-from ..errors import ConfigError
+from ...errors import ConfigError
+from .audit import Audit, LedgerFields, audit, horizon
 
 NAME = "ledger.jsonl"
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When served weights may be overwritten, and in which mode; the tests of adapters have the loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.weight_sync.engine.serving_rank import ServingRank
+from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, encode, over_nodes
+from tests import HANG_S
+from tests.fakes.adapter_contract import PIECE_BYTES, order_of_loads
+from tests.fakes.engine import FakeEngine, weights
+from tests.fakes.waiting import until
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[[int], bytes]]:
+    writer = ArenaWriter(1 << 12, 1000, None)
+    yield lambda version: encode(await_manifest(writer.gather(version, weights(version).items()), HANG_S))
+    writer.close()
+
+
+@pytest.fixture(autouse=True)
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A board that ends with the test instead of with the process."""
+    with closing(StagingBoard()) as made:
+        monkeypatch.setattr(
+            "recipe.async_pipeline.weight_sync.engine.serving_rank.StagingBoard", lambda: made
+        )
+        yield
+
+
+def test_the_device_is_synchronized_once_before_each_commit(
+    publish: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the loader, by its recorded copies, and from the standby copy."""
+    engine = FakeEngine()
+    rank, order = ServingRank(engine), order_of_loads(engine, monkeypatch)
+    for version in (1, 2):
+        rank.load(publish(version), PIECE_BYTES)
+    staged = publish(3)
+    assert rank.stage(staged) is not None
+    until(lambda: engine.staged_version() == 3, "staged")
+    assert order == ["synchronize", "commit"] * 2, "a staging must not wait for the engine's steps"
+    report, share = rank.load(staged, PIECE_BYTES)
+    assert order == ["synchronize", "commit"] * 3
+    assert report.tensors_proved == len(weights(3)) and share is None
+
+
+def test_weights_that_an_engine_loads_in_inference_mode_can_be_written_outside_of_it(
+    publish: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, modes = FakeEngine(), set()
+    rank, seal = ServingRank(engine), engine.seal
+
+    def noting_mode() -> None:
+        modes.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        seal()
+
+    monkeypatch.setattr(engine, "seal", noting_mode)
+    with torch.inference_mode():
+        rank.load(publish(1), PIECE_BYTES)
+    rank.load(publish(2), PIECE_BYTES)
+    assert modes == {(False, False)}
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_maps_the_segments_on_its_node(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[str] = []
+
+    def published(described: Manifest) -> dict[str, torch.Tensor]:
+        mapped.extend(bucket.segment for bucket in described.buckets)
+        raise WeightSyncError("enough")
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "published", published)
+    nodes = [Manifest(1, (), (BucketEntry(f"of node {one}", 0, 0),), ()) for one in range(2)]
+    with pytest.raises(WeightSyncError, match="enough"):
+        ServingRank(engine, node=node).load(encode(over_nodes(nodes)), PIECE_BYTES)
+    assert mapped == [f"of node {node}"]
