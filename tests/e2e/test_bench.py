@@ -18,7 +18,7 @@ from recipe.async_pipeline.lab.bench.weight_sync_jobs import Engines, make_task,
 from tests.e2e.job import ROOT, Job, check_clean_end, check_events
 from tests.fakes.private_mounts import may_unshare
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 WORKLOAD = """
 reason: the shortest job that uses every probe
@@ -60,7 +60,6 @@ def bench(tied_task: Path, tmp_path: Path, *arms: str, engine: str = "vllm") -> 
     return data
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path, engine: str) -> None:
     """verl's own trainer and manager publish through our engine, too; with SGLang through verl's own."""
@@ -86,7 +85,6 @@ def check_our_job(run_dir: Path, steps: int) -> None:
     assert (run_dir.parent / "latest").resolve() == run_dir.resolve()
 
 
-@pytest.mark.nightly
 def test_publications_are_measured(tmp_path: Path) -> None:
     said: list[str] = []
     task = make_task(2 * 10**6, tmp_path / "task")
@@ -100,7 +98,6 @@ def test_publications_are_measured(tmp_path: Path) -> None:
     assert rows["dual_buffer_host"]["generator_stall_s"]["max"] > 0, "a load holds the engine"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["dual_buffer_host", "verl_stock"])
 def test_publications_to_sglang_are_measured(tmp_path: Path, way: str) -> None:
     """Also through verl's own replica and its blocking manager."""
@@ -111,7 +108,6 @@ def test_publications_to_sglang_are_measured(tmp_path: Path, way: str) -> None:
     assert row["generator_stall_s"]["max"] > 0, "the steps of the engine were recorded"
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(not may_unshare(), reason="namespaces require root")
 def test_publications_on_two_hosts_are_measured(tmp_path: Path) -> None:
     """One replica on each host; versions travel to the second one as differences."""
@@ -123,7 +119,6 @@ def test_publications_on_two_hosts_are_measured(tmp_path: Path) -> None:
     assert 1 < row["host_memory_versions"] < 3, "each host holds two versions at most"
 
 
-@pytest.mark.nightly
 def test_checkpoints_are_measured(tmp_path: Path) -> None:
     """With finished tokens and tokens in flight; every published checkpoint can be read."""
     size = CheckpointSize(groups=4, answers=2, tokens=50)

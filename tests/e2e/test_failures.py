@@ -36,7 +36,7 @@ from tests.e2e.job import (
     smoke_command,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 WITHIN_S = 60.0
 
 
@@ -67,7 +67,6 @@ def long_run(tmp_path: Path) -> list[str]:
     )
 
 
-@pytest.mark.nightly
 def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     job = run_job(
         [
@@ -83,7 +82,6 @@ def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     assert job.summary["status"] == "failed"
 
 
-@pytest.mark.nightly
 def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(
     tied_task: Path, tmp_path: Path
 ) -> None:
@@ -103,7 +101,6 @@ def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(
     assert ", written by replica 0 with version " in job.summary["error"]
 
 
-@pytest.mark.nightly
 def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     signal_one = partial(signal_one_of_two, "EngineCore", run_dir)
@@ -138,7 +135,6 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
     assert "EngineDeadError" in job.output and "ActorDiedError" in job.output
 
 
-@pytest.mark.nightly
 def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes: StartNodes) -> None:
     """On it are a replica, agent loops and reward workers; trainer and samples are on the other, which was
     there before.
@@ -186,7 +182,6 @@ def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes
     assert [count for count, _ in groupby(replicas)] == [2, 1, 2], "training continued meanwhile"
 
 
-@pytest.mark.nightly
 def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
     tied_task: Path, tmp_path: Path
 ) -> None:
@@ -220,7 +215,6 @@ def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
     assert max(untrained) == (3 + 1) * 16, "all the room there is was taken, and no more"
 
 
-@pytest.mark.nightly
 def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
@@ -261,7 +255,6 @@ def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, t
     ]
 
 
-@pytest.mark.nightly
 def test_agent_loop_workers_that_die_in_a_validation(
     tied_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +285,6 @@ def test_agent_loop_workers_that_die_in_a_validation(
     assert job.summary["steps"] == steps
 
 
-@pytest.mark.nightly
 def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
@@ -325,7 +317,6 @@ def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) 
         assert part in diagnosis
 
 
-@pytest.mark.nightly
 def test_a_training_worker_that_dies(tied_task: Path, tmp_path: Path) -> None:
     """Its memory is unlinked in every state."""
     run_dir = tmp_path / "run"
