@@ -96,6 +96,7 @@ def statuses(memories: HostMemories) -> dict[str, HostStatus]:
     return {node: ray.get(status, timeout=LIMIT_S) for node, status in found.items()}
 
 
+@pytest.mark.nightly
 def test_every_host_receives_each_version_once_and_the_trainers_host_sends_it_twice(
     nodes: list[str], writer: ArenaWriter, services: MemoryServices
 ) -> None:
@@ -123,6 +124,7 @@ def test_every_host_receives_each_version_once_and_the_trainers_host_sends_it_tw
             assert status.num_bytes <= 1.1 * 2 * ticket.num_bytes
 
 
+@pytest.mark.nightly
 def test_a_service_whose_process_dies_is_replaced_and_receives_again(
     nodes: list[str], writer: ArenaWriter, services: MemoryServices
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_service_whose_process_dies_is_replaced_and_receives_again(
     assert statuses(memories)[nodes[1]].received == 1
 
 
+@pytest.mark.nightly
 def test_a_relay_that_is_lost_is_replaced_by_the_trainers_host(
     nodes: list[str], writer: ArenaWriter, services: MemoryServices
 ) -> None:
@@ -256,18 +259,22 @@ async def test_a_run_ends_after_the_services_that_it_ends(counting: Counting) ->
 
 
 async def test_a_service_that_does_not_respond_holds_up_no_consumer(
-    nodes: list[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_memory_service, "RELEASE_S", 0.01)
-    cancelled = []
-
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     hung = SimpleNamespace(release=SimpleNamespace(remote=lambda *lease: never))
-    await HostMemories(Route({nodes[0]: hung}, ())).release(this_process("a consumer"), 3)
-    cancelled.append(never.cancelled())
-    assert cancelled == [True]
+    await HostMemories(Route({"a": hung}, ())).release(this_process("a consumer"), 3, "a")
+    assert never.cancelled()
 
 
+async def test_a_host_without_a_service_is_named() -> None:
+    memories = HostMemories(Route({}, ()))
+    with pytest.raises(WeightSyncError, match="no memory service runs on host a; the process has moved"):
+        await memories.release(this_process("a consumer"), 3, "a")
+
+
+@pytest.mark.nightly
 def test_a_process_that_has_moved_to_another_host_says_so(
     nodes: list[str], services: MemoryServices, writer: ArenaWriter
 ) -> None:

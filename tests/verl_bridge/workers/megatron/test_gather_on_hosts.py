@@ -18,6 +18,7 @@ from tests.verl_bridge.workers.megatron.layouts import ENVIRONMENT
 
 pytestmark = [
     pytest.mark.real_engine,
+    pytest.mark.nightly,
     pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron"),
     pytest.mark.skipif(not may_unshare(), reason="private mounts require root"),
 ]
