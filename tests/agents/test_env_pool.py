@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
@@ -137,6 +137,7 @@ EPISODE = st.tuples(
 )
 
 
+@settings(max_examples=25)
 @given(st.lists(EPISODE, max_size=12), st.integers(1, 3), st.integers(0, 2))
 def test_whatever_happens_nothing_leaks(
     episodes: list[tuple[dict[str, Any], list[str], int | None]], concurrency: int, ahead: int

@@ -195,7 +195,7 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(data=st.binary(max_size=200), at=st.integers(0, 400), whole=st.booleans())
 def test_any_damaged_manifest_raises_only_checkpoint_error(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, at: int, whole: bool

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,14 @@ BASE = "verl/trainer/ppo/v1/trainer_base.py"
 CLIENT = "verl/workers/rollout/llm_server.py"
 CONFIG = "verl/trainer/config/_generated_ppo_trainer.yaml"
 Edited = Callable[..., TreeComparison]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_parse() -> Iterator[None]:
+    """Parse each version of a file once for all tests: their trees are the same but for an edit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ast, "parse", cache(ast.parse))
+        yield
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -139,45 +141,55 @@ def test_a_checkpoint_of_the_user_takes_the_place_of_the_toy_model(options: Opti
         assert "actor_rollout_ref.model.path=/models/mine" in catalogue.job(chosen, tmp_path / "job.json")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("step", "replicas"),
-    [
-        (catalogue.job, "1 replica of 2 devices"),
-        (catalogue.experts_job, "1 replica of 2 devices"),
-        (catalogue.megatron_job, "1 replica of 2 devices"),
-        (catalogue.ladder, "2 replicas of 1 device"),
-    ],
-)
-def test_the_settings_of_the_jobs_on_gpus_are_accepted(
-    options: Options, step: Callable[..., Sequence[str]], replicas: str
-) -> None:
-    pytest.importorskip("verl")
-    # It is on the machine with GPUs, not here.
-    command = step(replace(options, model="Qwen/Qwen3-8B"), options.folder / "job.json")
-    settings = [one for one in command[command.index("--config-path") :] if one != "+async_pipeline=True"]
-    assert f"generate: {replicas}" in explained([*settings, "actor_rollout_ref.rollout.name=vllm"])
+EXPLAIN = """
+import contextlib, io, json, sys
+from recipe.async_pipeline.cli.main import main
+for settings in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = main(["explain", *settings])
+    print("REPORT", json.dumps([status, out.getvalue()]))
+"""
 
 
 @pytest.mark.slow
-def test_the_settings_of_weight_updates_on_gpus_are_accepted(options: Options) -> None:
+def test_the_settings_of_the_jobs_on_gpus_are_accepted(options: Options) -> None:
     pytest.importorskip("verl")
-    settings = overrides_of("dual_buffer", options.folder, Engines(1, device="cuda"))
+    jobs = {
+        catalogue.job: "1 replica of 2 devices",
+        catalogue.experts_job: "1 replica of 2 devices",
+        catalogue.megatron_job: "1 replica of 2 devices",
+        catalogue.ladder: "2 replicas of 1 device",
+    }
+    asked = []
+    for step in jobs:
+        # It is on the machine with GPUs, not here.
+        command = step(replace(options, model="Qwen/Qwen3-8B"), options.folder / "job.json")
+        settings = [one for one in command[command.index("--config-path") :] if one != "+async_pipeline=True"]
+        asked.append([*settings, "actor_rollout_ref.rollout.name=vllm"])
+    updates = overrides_of("dual_buffer", options.folder, Engines(1, device="cuda"))
     # The small task is not made for it.
-    settings += ["actor_rollout_ref.model.path=Qwen/Qwen3-8B"]
-    found = explained(["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", *settings])
-    assert "generate: 1 replica of 1 device" in found
+    updates += ["actor_rollout_ref.model.path=Qwen/Qwen3-8B"]
+    asked.append(["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", *updates])
+
+    names = [*(step.__name__ for step in jobs), "weight updates"]
+    for name, replicas, found in zip(
+        names, [*jobs.values(), "1 replica of 1 device"], explained(asked), strict=True
+    ):
+        assert f"generate: {replicas}" in found, name
 
 
-def explained(settings: Sequence[str]) -> str:
-    """Return what `explain` prints where no CPU platform is chosen."""
+def explained(asked: Sequence[Sequence[str]]) -> list[str]:
+    """Return what `explain` prints for each of these settings where no CPU platform is chosen."""
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     done = subprocess.run(
-        [*catalogue.OWN, "explain", *settings],
+        [sys.executable, "-c", EXPLAIN, json.dumps(asked)],
         env={**environment, "PYTHONPATH": str(REPOSITORY), "ASYNC_PIPELINE_TASK": "/task"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    lines = [line.removeprefix("REPORT ") for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    found = [json.loads(line) for line in lines]
+    assert [status for status, _ in found] == [0] * len(asked), done.stderr[-2000:]
+    return [text for _, text in found]
