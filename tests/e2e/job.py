@@ -125,17 +125,20 @@ def run_job(
     return Job(status, "".join(lines), run_dir, after)
 
 
-def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[str, Any]:
+def check_clean_end(
+    job: Job, strategy: str, max_lag: int, steps: int, *, groups: int = 16, answers: int = 8
+) -> dict[str, Any]:
+    """The run has trained every step, each with so many groups of so many answers, and accounts for all."""
     assert job.status == 0, job.output[-3000:]
     summary = job.summary
     assert summary["status"] == "completed"
     assert (summary["strategy"], summary["max_lag"], summary["steps"]) == (strategy, max_lag, steps)
     assert summary["lag_max"] <= max_lag
     assert summary["served_version"] == summary["trainer_version"] == steps
-    assert summary["groups_trained"] == steps * 16
+    assert summary["groups_trained"] == steps * groups
     fates = sum(summary[f"groups_{fate}"] for fate in ("trained", "filtered", "expired", "failed"))
     assert (summary["groups_drawn"], summary["groups_in_flight"]) == (fates, 0)
-    assert summary["samples_trained"] == steps * 128
+    assert summary["samples_trained"] == steps * groups * answers
     assert summary["tensors_proved"] > 0
     assert summary["publications"] == steps + 1
     return summary

@@ -36,7 +36,8 @@ def of_size(boards: int, episodes: int) -> list[str]:
 
 
 def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path: Path) -> None:
-    marks, run_dir, steps = tmp_path / "marks", tmp_path / "run", 4
+    marks, run_dir = tmp_path / "marks", tmp_path / "run"
+    steps, boards, episodes = 4, 4, 4
     marks.mkdir()
     job = run_job(
         smoke_command(
@@ -52,11 +53,14 @@ def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path:
             # Each of them is a process that imports gymnasium.
             f"{AGENTIC}.concurrency=6",
             f"{AGENTIC}.env_timeout_s=20",
+            # Eight boards in the order of their seeds have each kind of failure.
+            "data.shuffle=false",
+            *of_size(boards, episodes),
         ),
         run_dir,
         lake_task,
     )
-    summary = check_clean_end(job, "fully_async", 3, steps)
+    summary = check_clean_end(job, "fully_async", 3, steps, groups=boards, answers=episodes)
     check_events(job)
     assert processes_of(run_dir) == [], "no environment is left"
 
