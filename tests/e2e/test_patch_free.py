@@ -73,6 +73,7 @@ def test_the_trainer_mode_trains_on_the_published_verl(
     check_events(job)
 
 
+@pytest.mark.nightly
 def test_a_mistake_is_named_although_ray_has_started(
     python: Path, tied_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,8 +59,8 @@ def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) 
 
 
 def test_sglang_trains_on_policy(tied_task: Path, tmp_path: Path) -> None:
-    job = train(tied_task, tmp_path / "run", "on_policy", 5)
-    summary = check_clean_end(job, "on_policy", 0, 5)
+    job = train(tied_task, tmp_path / "run", "on_policy", 3)
+    summary = check_clean_end(job, "on_policy", 0, 3)
     check_events(job)
     assert summary["rollout_corr_kl_max"] <= KL_MAX
 
