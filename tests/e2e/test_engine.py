@@ -17,7 +17,7 @@ import pytest
 from recipe.async_pipeline.lab.job import with_cpu_settings
 from tests.e2e.job import LIMIT_S, ROOT, check_clean_end, run_job, smoke_command
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.probe]
 ENGINES = ("vllm", "sglang")
 WAYS = ("keep/host", "abort/host", "drain/host", "keep/device")
 MANY = 200
@@ -109,12 +109,12 @@ def test_experts_are_served_as_published(tmp_path: Path) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        *((engine, 50) for engine in ENGINES),
-        # Both model runners of vLLM are tested by default, and a step in flight during a load.
-        ("vllm-async-v2", 25),
+        *((engine, 25) for engine in ENGINES),
+        # Both model runners of vLLM are tested by default, and a step in flight during a load. On a CPU, a
+        # publication to the second one takes seconds.
+        ("vllm-async-v2", 10),
         *(pytest.param((engine, 25), marks=pytest.mark.nightly) for engine in ("vllm-async-v1", "vllm-v2")),
-        # On a CPU, 200 publications of the second runner take longer than a test may.
-        pytest.param(("vllm-async-v2", 50), marks=pytest.mark.nightly),
+        pytest.param(("vllm-async-v2", 25), marks=pytest.mark.nightly),
         *(pytest.param((engine, MANY), marks=pytest.mark.nightly) for engine in ENGINES),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",
@@ -134,7 +134,8 @@ def test_every_token_is_recorded_with_the_version_that_wrote_it(versions: dict[s
     assert found["wrong"] == []
     if way.startswith("drain"):
         assert found["boundaries"] == 0
-        assert found["answers"] >= 20, "too few to mean anything"
+        # A load waits for the answers that are being written, whatever the speed of the machine.
+        assert found["answers"] >= versions["publications"], "too few loads have met requests"
     else:
         assert found["boundaries"] >= versions["publications"] / 5, "too few loads have met requests"
 
