@@ -18,7 +18,7 @@ from recipe.async_pipeline.lab.soak import lake_agent
 KINDS = ("reset_raises", "reset_hangs", "step_raises", "step_hangs", "dies", "exits")
 ONE_IN = 8
 """Boards whose seed modulo this is the index of a kind fail, the others do not."""
-SLOW_S = 2.0
+SLOW_S = 1.0
 """Seconds before each turn but the first, of the slow program and in the slow environment."""
 
 

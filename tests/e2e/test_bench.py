@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.lab.bench.arms import ENGINES
 from recipe.async_pipeline.lab.bench.checkpoint import CheckpointSize
 from recipe.async_pipeline.lab.bench.checkpoint import run_job as run_checkpoints
 from recipe.async_pipeline.lab.bench.weight_sync_jobs import Engines, make_task, run_ways
@@ -31,7 +30,7 @@ overrides: {data.max_response_length: 9}
 """
 
 
-def bench(tied_task: Path, tmp_path: Path, *arms: str, engine: str = "vllm") -> dict[str, Any]:
+def bench(tied_task: Path, tmp_path: Path, *arms: str) -> dict[str, Any]:
     """What it found, of which every arm was measured."""
     workload, out = tmp_path / "short.yaml", tmp_path / "b.json"
     workload.write_text(WORKLOAD)
@@ -39,7 +38,7 @@ def bench(tied_task: Path, tmp_path: Path, *arms: str, engine: str = "vllm") -> 
         [
             *(sys.executable, "-m", "recipe.async_pipeline", "bench", "--no-stock-poll", "--repeats", "1"),
             *("--arms", ",".join(arms), "--workload", str(workload), "--json", str(out)),
-            *("--logs", str(tmp_path / "logs"), "--engine", engine),
+            *("--logs", str(tmp_path / "logs"), "--engine", "vllm"),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -60,11 +59,10 @@ def bench(tied_task: Path, tmp_path: Path, *arms: str, engine: str = "vllm") -> 
     return data
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path, engine: str) -> None:
-    """verl's own trainer and manager publish through our engine, too; with SGLang through verl's own."""
-    data = bench(tied_task, tmp_path, "verl_separate_async", "fully_async", engine=engine)
-    assert data["engine"] == engine
+def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
+    """verl's own trainer and manager publish through our engine, too."""
+    data = bench(tied_task, tmp_path, "verl_separate_async", "fully_async")
+    assert data["engine"] == "vllm"
     assert data["ratios"]["fully_async/verl_separate_async"]["median"] > 0
     assert 1 <= data["arms"]["fully_async"]["lag_max"] <= 6
     check_our_job(
