@@ -70,9 +70,9 @@ def part_of(groups: Mapping[str, Sequence[str]], table: Table, changed: Collecti
     """
 
     def waiting(tests: Sequence[str]) -> tuple[bool, str]:
-        return changed_tests.isdisjoint(tests), min(_run(table, test).at for test in tests)
+        return first.isdisjoint(tests), min(_run(table, test).at for test in tests)
 
-    changed_tests = set(changed)
+    first = set(changed)
     every = {*table, *(test for tests in groups.values() for test in tests)}
     size = sum(_run(table, test).seconds for test in every) / PARTS
     part: list[str] = []
