@@ -63,4 +63,4 @@ class Endpoint:
 
 if __name__ == "__main__":
     with open(os.environ["ASYNC_PIPELINE_TASK"]) as file:
-        print(json.dumps({"reward": asyncio.run(play(json.load(file), Endpoint))}))  # noqa: T201
+        print(json.dumps({"reward": asyncio.run(play(json.load(file), Endpoint))}))

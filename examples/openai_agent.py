@@ -31,4 +31,4 @@ while at(row, column) == "." and len(messages) < 16:
     if at(row + MOVES[said][0], column + MOVES[said][1]) != "#":
         row, column = row + MOVES[said][0], column + MOVES[said][1]
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": near()}]
-print(json.dumps({"reward": float(at(row, column) == "G")}))  # noqa: T201
+print(json.dumps({"reward": float(at(row, column) == "G")}))

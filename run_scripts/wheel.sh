@@ -55,11 +55,11 @@ import sys
 from pathlib import Path
 
 import recipe.async_pipeline as package
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.installed.patch_state import patches_dir
 
 venv, root = map(Path, sys.argv[1:])
 assert Path(package.__file__).is_relative_to(venv), f"{package.__file__} is not the wheel's"
-folder = Path(series.patches_dir())
+folder = Path(patches_dir())
 assert folder.is_relative_to(venv), f"the patches come from {folder}, not from the wheel"
 names = {path.name for path in folder.iterdir()}
 missing = {path.name for path in (root / "patches").iterdir()} - names

@@ -6,6 +6,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FAKES = REPOSITORY / "tests" / "fakes"
+HANG_S = 600.0
+"""Seconds after which a wait that ends on success is a hang; a busy machine takes a fraction of it."""
 
 
 def tracked_files() -> list[str]:

@@ -8,7 +8,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
+import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from pathlib import Path
@@ -19,12 +22,16 @@ import pytest
 from hypothesis import settings
 
 from recipe.async_pipeline.core.clock import run_virtual
+from tests import HANG_S
 
 pytest_plugins = ["tests.nightly"]
 
 # The same examples in every run, nothing left on disk, no clock: a busy machine must not fail a test.
 settings.register_profile("schedules", max_examples=60, deadline=None, database=None, derandomize=True)
 settings.load_profile("schedules")
+
+# Of Ray: how long a start may wait for its first process, and for an answer of it. The jobs inherit it.
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{HANG_S:.0f}")
 
 Load = Callable[[str], ModuleType]
 
@@ -64,6 +71,16 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     if missing and missing[1] in MISSING:
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: no {missing[1]}")
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Draw the same random numbers in every run, also in the fixtures of the test."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 STUCK_S = 1500.0

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the layers: allowed imports, a mirror test for each module, and that every shipped config
-parses.
-"""
+"""Check the layers, that modules do not import each other, and that every shipped config parses."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import builtins
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,124 +23,27 @@ from recipe.async_pipeline import errors
 from recipe.async_pipeline.config.paths import select
 from recipe.async_pipeline.config.schema import STRATEGY_LAG
 from recipe.async_pipeline.config.translation import resolve
-from recipe.async_pipeline.patching.verl_source import find_verl_root
+from recipe.async_pipeline.installed.verl import find_verl_root
 from tests import REPOSITORY
+from tests.source_tree import MODULES, OWN_NAME, PACKAGE, below, nodes_of, parse
 
-PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
-OWN_NAME = "recipe.async_pipeline"
-MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
 
 STACK = {"verl", "ray", "transfer_queue", "vllm", "sglang"}
-MAY_IMPORT_STACK = ("verl_bridge/", "lab/bench/jobs/")
-READS_FILES_ONLY = ("contract/", "patching/")
+MAY_IMPORT_STACK = (
+    "verl_bridge/",
+    "lab/bench/jobs/",
+    "lab/gpu_kit/engine_check.py",
+    "lab/soak/flood.py",
+    "lab/tasks/calculator_tool.py",
+    "tools/cli/node_calls.py",
+)
+READS_FILES_ONLY = ("installed/", "tools/contract/", "tools/patches/")
 """Must work on a verl that cannot be imported."""
 DECIDES = ("core/", "stages/", "strategies/")
 HEAVY = {"torch", "verl", "ray", "vllm", "sglang", "transformers"}
 
-WHOLE_JOB = "e2e/test_jobs.py"
-LADDER = "e2e/test_ladder.py"
-TESTED_ELSEWHERE: Mapping[str, str] = {
-    # Parts of one reading of the config.
-    "config/schema.py": "config/test_translation.py",
-    "config/paths.py": "config/test_translation.py",
-    "config/foreign_pools.py": "config/test_placement.py",
-    "console.py": "cli/test_main.py",
-    "contract/shapes.py": "contract/test_record.py",
-    # A row of it, and how it is printed.
-    "tools/cli/finding.py": "tools/cli/test_doctor.py",
-    # Nothing to call: classes without a body, and a protocol.
-    "errors.py": "test_architecture.py",
-    "core/trainer_protocol.py": "core/test_flow.py",
-    "core/flow_state.py": "core/test_resume.py",
-    "weight_sync/consumer.py": "weight_sync/test_keeper.py",
-    "weight_sync/answer.py": "weight_sync/test_versioned_engine.py",
-    # Parts of every adapter, tested through a fake engine.
-    "weight_sync/map_check.py": "weight_sync/test_engine_adapter.py",
-    "weight_sync/recording_adapter.py": "weight_sync/test_engine_adapter.py",
-    "weight_sync/ranks.py": "weight_sync/test_arena.py",
-    "verl_bridge/agent_loop/episode.py": "verl_bridge/agent_loop/test_episode_attempts.py",
-    "verl_bridge/plugin_state.py": "verl_bridge/test_plugin.py",
-    "verl_bridge/reward/responses.py": "verl_bridge/reward/test_worker.py",
-    # Has one of verl's managers make such actors as are tested there.
-    "verl_bridge/reward/worker_manager.py": "verl_bridge/test_restartable_actors.py",
-    # What every dialect does, and each of them, through the contract that all have.
-    "gateway/wire.py": "gateway/test_dialects.py",
-    "gateway/task_routes.py": "gateway/test_claims.py",
-    "gateway/turns.py": "gateway/test_sessions.py",
-    **dict.fromkeys(
-        (f"gateway/dialects/{path.name}" for path in (PACKAGE / "gateway/dialects").glob("[!_]*.py")),
-        "gateway/test_dialects.py",
-    ),
-    # Separate processes.
-    "lab/bench/gateway_clients.py": "lab/bench/test_gateway.py",
-    "agents/command_process.py": "agents/test_commands.py",
-    # Constants of the table.
-    **dict.fromkeys(
-        (f"strategies/{name}.py" for name in ("on_policy", "one_step_off", "n_step_ahead", "fully_async")),
-        "strategies/test_strategies.py",
-    ),
-    # Register classes with verl.
-    "verl_bridge/trainer/registration.py": "verl_bridge/test_launch.py",
-    # Imported for what it imports.
-    "verl_bridge/rollout/vllm/prefork_imports.py": "verl_bridge/rollout/vllm/test_prefork.py",
-    # Live in processes of Ray and of vLLM, with models in them.
-    "verl_bridge/trainer/pipeline_run.py": WHOLE_JOB,
-    "verl_bridge/trainer/verl_trainer.py": WHOLE_JOB,
-    "verl_bridge/trainer/startup.py": WHOLE_JOB,
-    "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
-    "lab/bench/jobs/agent_loop.py": "e2e/test_bench.py",
-    "lab/bench/jobs/checkpoint.py": "e2e/test_bench.py",
-    "lab/bench/jobs/control_plane.py": "e2e/test_bench.py",
-    "lab/bench/jobs/control_plane_job.py": "e2e/test_bench.py",
-    "lab/bench/jobs/job.py": "e2e/test_bench.py",
-    "lab/bench/jobs/fully_async_job.py": "lab/bench/jobs/test_fully_async.py",
-    "lab/bench/jobs/weight_sync.py": "e2e/test_bench.py",
-    "lab/bench/jobs/weight_sync_job.py": "e2e/test_bench.py",
-    "lab/bench/jobs/sglang_backend.py": "e2e/test_bench.py",
-    "lab/bench/jobs/sglang_replicas.py": "e2e/test_bench.py",
-    "lab/bench/jobs/weight_sync_worker.py": "e2e/test_bench.py",
-    "lab/bench/jobs/probe.py": "e2e/test_bench.py",
-    "weight_sync/keeper_state.py": "weight_sync/test_keeper.py",
-    "weight_sync/standby_version.py": "weight_sync/test_standby_copy.py",
-    "verl_bridge/rollout/vllm/replica.py": WHOLE_JOB,
-    "verl_bridge/rollout/vllm/server.py": WHOLE_JOB,
-    "verl_bridge/rollout/diffusers/fields.py": "verl_bridge/agent_loop/test_diffusion_loop.py",
-    "verl_bridge/rollout/diffusers/rank.py": "e2e/test_images.py",
-    "verl_bridge/rollout/diffusers/replica.py": "e2e/test_images.py",
-    "verl_bridge/rollout/diffusers/server.py": "e2e/test_images.py",
-    "verl_bridge/rollout/sglang/replica.py": "e2e/test_sglang.py",
-    "verl_bridge/rollout/sglang/server.py": "e2e/test_sglang.py",
-    "verl_bridge/rollout/sglang/scheduler.py": "e2e/test_engine.py",
-    "verl_bridge/rollout/sglang/lora.py": "verl_bridge/rollout/sglang/test_adapter.py",
-    "verl_bridge/rollout/sglang/layout.py": "verl_bridge/rollout/sglang/test_adapter.py",
-    "verl_bridge/rollout/standalone_replica.py": "verl_bridge/test_lost_nodes.py",
-    # Tables, which are compared with the code and with the engines.
-    "verl_bridge/rollout/sglang/uses.py": "contract/test_declared.py",
-    "verl_bridge/rollout/vllm/uses.py": "contract/test_declared.py",
-    "verl_bridge/workers/training_worker.py": WHOLE_JOB,
-    "verl_bridge/workers/log_prob_worker.py": "e2e/test_pools.py",
-    # Change the process that imports them, which therefore is a separate one.
-    "verl_bridge/workers/megatron/boot.py": "verl_bridge/workers/megatron/test_engine.py",
-    "verl_bridge/workers/megatron/holes.py": "verl_bridge/workers/megatron/test_engine.py",
-    "verl_bridge/workers/megatron/rotary.py": "verl_bridge/workers/megatron/test_engine.py",
-    "verl_bridge/workers/megatron/shards.py": "verl_bridge/workers/megatron/test_engine.py",
-    "verl_bridge/workers/megatron/spec.py": "verl_bridge/workers/megatron/test_engine.py",
-    "verl_bridge/trainer/terminal.py": WHOLE_JOB,
-}
-"""Modules without a mirror, each with the test file (below tests/) that covers it."""
-
 PERSONAL_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|root|Users|work)/\w")
-
-
-@cache
-def parse(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
-
-
-@cache
-def nodes_of(module: str) -> Sequence[ast.AST]:
-    return [*ast.walk(parse(module))]
 
 
 @cache
@@ -161,27 +62,6 @@ def imports_in(module: str) -> Iterator[str]:
             yield ".".join([*base, *filter(None, [node.module])])
 
 
-def mirror_of(module: str) -> str:
-    folder, _, name = module.rpartition("/")
-    return f"{folder}/test_{name}" if folder else f"test_{name}"
-
-
-# Tests mirror the tree.
-
-
-def test_every_module_has_a_mirror_test() -> None:
-    modules = [m for m in MODULES if not m.endswith(("__init__.py", "__main__.py"))]
-    covering = {m: TESTED_ELSEWHERE.get(m, mirror_of(m)) for m in modules}
-    missing = [m for m, test in covering.items() if not (REPOSITORY / "tests" / test).is_file()]
-    assert missing == [], "no test; write tests/DIR/test_NAME.py"
-
-
-def test_exceptions_are_still_needed() -> None:
-    gone = [module for module in TESTED_ELSEWHERE if module not in MODULES]
-    mirrored = [module for module in TESTED_ELSEWHERE if (REPOSITORY / "tests" / mirror_of(module)).exists()]
-    assert (gone, mirrored) == ([], []), "the module is gone, or it has a mirror now: drop its line"
-
-
 TESTS = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").rglob("test_*.py"))
 
 
@@ -192,13 +72,6 @@ def test_no_test_module_imports_another() -> None:
 
 
 # Layers.
-
-
-def below(*folders: str) -> list[str]:
-    """Return the modules in these folders, which end in a slash."""
-    found = [m for m in MODULES if m.startswith(folders)]
-    assert found
-    return found
 
 
 def imported(modules: Iterable[str], forbidden: Callable[[str, str], bool]) -> list[str]:
@@ -230,8 +103,7 @@ def test_what_decides_imports_the_standard_library_and_itself() -> None:
 GROUND = {"errors", "console", "redaction", "processes", "signatures"}
 LAYERS: Mapping[str, set[str]] = {
     "core": set(),
-    "patching": set(),
-    "contract": {"patching"},
+    "installed": set(),
     "diffusion": {"weight_sync"},
     "stages": {"core"},
     "strategies": {"core"},
@@ -242,20 +114,24 @@ LAYERS: Mapping[str, set[str]] = {
     "config": {"agents", "core", "strategies"},
     "checkpoint": {"config", "observe"},
     "verl_bridge": {
-        *("agents", "checkpoint", "config", "contract", "core", "diffusion", "gateway", "observe"),
-        *("patching", "stages", "strategies", "weight_sync"),
+        *("agents", "checkpoint", "config", "core", "diffusion", "gateway", "installed"),
+        *("observe", "stages", "strategies", "weight_sync"),
     },
 }
 """What each folder of a run may import; the table in docs/architecture.md. `cli` may import all of them."""
 UPPER_STOREYS = ("tools", "lab")
 """What no run imports, from the lower to the upper storey."""
+USES_A_TOOL = {"verl_bridge/launch/engine_contract.py": f"{OWN_NAME}.tools.contract"}
+"""The one import of a tool by a run: a launch compares an engine whose files are not the tested ones."""
 
 
 def test_layers_import_what_is_below_them() -> None:
     def forbidden(module: str, name: str) -> bool:
         folder = module.split("/")[0]
         allowed = GROUND | LAYERS[folder] | {folder}
-        return name.startswith(f"{OWN_NAME}.") and name.split(".")[2] not in allowed
+        if not name.startswith(f"{OWN_NAME}.") or USES_A_TOOL.get(module) == name:
+            return False
+        return name.split(".")[2] not in allowed
 
     assert imported([m for m in MODULES if m.split("/")[0] in LAYERS], forbidden) == []
 
@@ -321,14 +197,49 @@ def test_the_gateway_imports_the_standard_library_and_its_wire() -> None:
     assert foreign == []
 
 
-def test_storeys_import_downwards_only() -> None:
-    def storey(folder: str) -> int:
-        return 1 + UPPER_STOREYS.index(folder) if folder in UPPER_STOREYS else 0
+def storey(folder: str) -> int:
+    return 1 + UPPER_STOREYS.index(folder) if folder in UPPER_STOREYS else 0
 
+
+def test_storeys_import_downwards_only() -> None:
     def forbidden(module: str, name: str) -> bool:
-        return name.startswith(f"{OWN_NAME}.") and storey(name.split(".")[2]) > storey(module.split("/")[0])
+        if not name.startswith(f"{OWN_NAME}.") or USES_A_TOOL.get(module) == name:
+            return False
+        return storey(name.split(".")[2]) > storey(module.split("/")[0])
 
     assert imported(MODULES, forbidden) == []
+
+
+def test_no_run_loads_a_tool_by_name() -> None:
+    """Ray, vLLM and hydra import what a string names. Only the table of subcommands names tools."""
+    above = tuple(f"{OWN_NAME}.{folder}" for folder in UPPER_STOREYS)
+    named = {
+        module
+        for module in MODULES
+        if not storey(module.split("/")[0])
+        for node in nodes_of(module)
+        if isinstance(node, ast.Constant) and str(node.value).startswith(above)
+    }
+    assert named == {"cli/main.py"}
+
+
+def test_a_run_imports_its_one_tool_when_it_is_needed() -> None:
+    for module, tool in USES_A_TOOL.items():
+        assert tool in imports(module)
+        at_the_top = [node for node in parse(module).body if isinstance(node, ast.ImportFrom)]
+        assert at_the_top and not [node for node in at_the_top if "tools" in (node.module or "").split(".")]
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="a launch imports verl")
+def test_a_launch_loads_no_tool() -> None:
+    code = f"import sys, {OWN_NAME}.verl_bridge.launch.prepare; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=REPOSITORY
+    )
+    loaded = done.stdout.splitlines()[-1].split()
+    above = tuple(f"{OWN_NAME}.{folder}" for folder in UPPER_STOREYS)
+    assert f"{OWN_NAME}.installed.engines" in loaded
+    assert [name for name in loaded if name.startswith(above)] == []
 
 
 @cache
@@ -461,36 +372,6 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert done.stdout.split() == []
 
 
-# Habits.
-
-
-def types_of(module: str) -> Iterator[str]:
-    """Yield the public classes and the aliases of types that a module defines at its top."""
-    for node in parse(module).body:
-        match node:
-            case ast.ClassDef(name=name):
-                yield name
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if not is_type_variable(value):
-                if name != name.upper() or len(name) == 1:
-                    yield name
-            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
-                yield name
-
-
-def is_type_variable(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
-
-
-def test_a_type_name_stands_for_one_thing() -> None:
-    """Who greps a name finds one definition."""
-    defined: dict[str, list[str]] = {}
-    for module in MODULES:
-        for name in types_of(module):
-            if name[0].isupper():
-                defined.setdefault(name, []).append(module)
-    assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}
-
-
 def test_what_crosses_verls_loops_is_in_one_record() -> None:
     folders = ("verl_bridge/agent_loop/", "verl_bridge/rollout/")
     having = [
@@ -500,71 +381,6 @@ def test_what_crosses_verls_loops_is_in_one_record() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ContextVar"
     ]
     assert having == ["verl_bridge/agent_loop/episode.py"], "add a field to Episode"
-
-
-PRIVATE_ACCESSES = 60
-"""Bound of the accesses to private names in tests; lower it when there are fewer."""
-DOCUMENTED = {"_asdict", "_exit", "_replace"}
-"""Public methods of every NamedTuple, and `os._exit`."""
-
-
-def private_accesses(text: str, own: Collection[str]) -> list[str]:
-    """Return each access to one of the private names `own`, except on the object itself."""
-    return [
-        ast.unparse(node)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute) and node.attr in own
-        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
-        if ast.unparse(node.value) != "super()"
-    ]
-
-
-def private_names() -> set[str]:
-    """Return the private names that this package defines, at the top of a module or on an object."""
-    defined: set[str] = set()
-    for module in MODULES:
-        for node in nodes_of(module):
-            match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                    defined.add(name)
-                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
-                    defined.add(name)
-    return {name for name in defined if re.match(r"_[^_]", name)} - DOCUMENTED
-
-
-def test_tests_leave_private_names_alone() -> None:
-    """A test of behaviour survives a change of the implementation."""
-    own = private_names()
-    found = {
-        str(path.relative_to(REPOSITORY)): count
-        for path in sorted((REPOSITORY / "tests").rglob("*.py"))
-        if (count := len(private_accesses(path.read_text(encoding="utf-8"), own)))
-    }
-    assert sum(found.values()) <= PRIVATE_ACCESSES, dict(sorted(found.items(), key=lambda one: -one[1]))
-
-
-def test_an_access_to_a_private_name_would_be_found() -> None:
-    text = "self._a; cls._a; super()._a; made._a; made._other; made.a._a.b"
-    assert private_accesses(text, {"_a"}) == ["made._a", "made.a._a"]
-
-
-def test_nothing_prints() -> None:
-    printing = [
-        module
-        for module in MODULES
-        for node in nodes_of(module)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-    assert printing == []
-
-
-LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
-
-
-def test_every_module_says_its_licence_and_its_purpose() -> None:
-    texts = {module: (PACKAGE / module).read_text(encoding="utf-8") for module in MODULES}
-    assert [module for module, text in texts.items() if not text.startswith(LICENCE)] == []
-    assert [module for module in MODULES if not ast.get_docstring(parse(module))] == []
 
 
 def test_every_error_has_our_root_and_a_standard_parent() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 
 FOLDER = REPOSITORY / "run_scripts"
 STACKS = {f"{trainer}_{engine}" for trainer in ("fsdp", "megatron") for engine in ("vllm", "sglang")}
@@ -76,7 +76,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
 
 

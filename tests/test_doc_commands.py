@@ -26,7 +26,7 @@ from recipe.async_pipeline.lab.bench.arms import ARMS
 from recipe.async_pipeline.lab.bench.workload import names
 from recipe.async_pipeline.lab.cli.soak import kinds_of
 from recipe.async_pipeline.lab.tasks.tokenizer import VOCAB_SIZE, make_tokenizer
-from tests import REPOSITORY, tracked_files
+from tests import HANG_S, REPOSITORY, tracked_files
 
 PAGES = [name for name in tracked_files() if name.endswith(".md")]
 BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,6 +45,7 @@ YOURS = (
 """A user's overrides, where a page has a word in angle brackets."""
 
 NOT_RUN = {
+    r"python examples/hello_pipeline\.py": "tests/test_examples.py runs it",
     r"pip install ": "changes the environment; run_scripts/wheel.sh installs the wheel",
     r"source \S+ && ": "changes the shell and the checkout's hooks",
     r"bash run_scripts/setup\.sh": "has no dry form; every tier of run_scripts/test.sh begins with it",
@@ -164,7 +165,9 @@ def test_a_script_runs_dry(command: Command) -> None:
         dry = ["--help"]
     else:
         dry = ["--dry-run"]
-    done = subprocess.run(["bash", script, *dry], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", script, *dry], cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
     if not script.endswith("/verify_gpu.sh"):
         shown = f"{done.stdout} --dry-run --resolve"
@@ -257,7 +260,7 @@ def test_every_training_command_is_explained(tmp_path: Path) -> None:
         input=json.dumps(list(commands)),
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.rpartition("\nREPORT ")[2])

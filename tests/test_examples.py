@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run outside of this package: they import nothing of it."""
+"""Agents and rewards import nothing of this package; the other examples run with Python alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import ast
 import asyncio
 import importlib.util
 import os
+import re
 import shlex
+import subprocess
 import sys
 import threading
 from http.server import ThreadingHTTPServer
@@ -21,21 +23,58 @@ from recipe.async_pipeline.agents.frozen_lake import FrozenLake
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, runner_of
 from recipe.async_pipeline.gateway.registry import Sessions
 from recipe.async_pipeline.gateway.sessions import Session, SessionLimits
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 from tests.fakes.agent_policy import FakePolicy
 
-EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+OF_THE_PIPELINE = {"hello_pipeline", "my_stage", "my_strategy"}
+OUTSIDE = sorted(path for path in (REPOSITORY / "examples").glob("*.py") if path.stem not in OF_THE_PIPELINE)
 LAKE = REPOSITORY / "examples" / "lake_agent.py"
 OPENAI = REPOSITORY / "examples" / "openai_agent.py"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_imports_nothing_of_this_package(path: Path) -> None:
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.stem)
+def test_an_agent_or_a_reward_imports_nothing_of_this_package(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             assert not node.level and not (node.module or "").startswith("recipe")
         elif isinstance(node, ast.Import):
             assert not any(one.name.startswith("recipe") for one in node.names)
+
+
+def run_alone(name: str) -> str:
+    """Run an example in a Python without any installed package; return what it printed."""
+    path = str(REPOSITORY / "examples" / f"{name}.py")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", path], env=environment, cwd="/", capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_hello_pipeline_shows_the_four_strategies() -> None:
+    shown = run_alone("hello_pipeline")
+    found = re.findall(r"(\w+): (\S+) s, .* lag (\d) of at most (\d); 48 of 48 prompts trained", shown)
+    assert found == [
+        ("OnPolicy", "45.0", "0", "0"),
+        ("OneStepOff", "25.8", "1", "1"),
+        ("NStepAhead", "19.5", "3", "3"),
+        ("FullyAsync", "18.6", "3", "3"),
+    ]
+    lanes = [line.partition("|")[2] for line in shown.splitlines() if "|" in line]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    printed = readme.partition("```\nOnPolicy")[2].partition("```")[0]
+    assert printed and all(line in shown.splitlines() for line in f"OnPolicy{printed}".splitlines())
+    assert len(lanes) == 12 and {len(lane) for lane in lanes} == {65} and all("#" in lane for lane in lanes)
+
+
+def test_my_strategy_is_between_its_two_bounds() -> None:
+    seconds = dict(re.findall(r"^(\w+): (\S+) s", run_alone("my_strategy"), re.MULTILINE))
+    assert float(seconds["NStepAhead"]) < float(seconds["Cautious"]) < 45.0
+
+
+def test_my_stage_sees_every_batch() -> None:
+    steps = re.findall(r"'step': (\d+), 'oldest': \d+, 'responses': 4", run_alone("my_stage"))
+    assert steps == [str(step) for step in range(1, 13)]
 
 
 def test_the_openai_agent_has_the_versions_of_the_lock() -> None:
@@ -97,7 +136,7 @@ def test_an_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType, agen
         whole = bytes(token for token in row.prompt_ids + row.response_ids if token < 256).decode()
         return found, whole.split("<user>")[1:]
 
-    found, seen = asyncio.run(asyncio.wait_for(play(), 120))
+    found, seen = asyncio.run(asyncio.wait_for(play(), HANG_S))
     assert found == reward
     assert [text.removesuffix(move) for text, move in zip(seen, moves, strict=False)] == texts[: len(seen)]
 

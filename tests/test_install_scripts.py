@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 
 FOLDER = REPOSITORY / "run_scripts"
 TRAINERS, ENGINES = ("fsdp", "megatron"), ("vllm", "sglang")
@@ -53,7 +53,7 @@ class Machine:
             env=environment | settings,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
 
     def called(self) -> list[str]:
@@ -147,7 +147,9 @@ def test_a_wrong_option_is_one_line(arguments: tuple[str, ...], message: str, ma
 
 
 def test_the_shared_script_alone_names_the_four() -> None:
-    done = subprocess.run(["bash", str(FOLDER / "install.sh")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", str(FOLDER / "install.sh")], capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 2 and "install_{fsdp,megatron}_{vllm,sglang}.sh" in done.stderr
 
 

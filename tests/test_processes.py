@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.async_pipeline.processes import descendants, gain_no_rights
-from tests import REPOSITORY
-from tests.fakes.waiting import DEADLINE_S, until
+from recipe.async_pipeline.processes import STARTS, descendants, gain_no_rights, repeat_slow_start
+from tests import HANG_S, REPOSITORY
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 PARENT = '''
@@ -37,7 +37,7 @@ def test_a_child_is_killed_when_its_parent_is() -> None:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    child.wait(timeout=60)  # of an endless sleep
+    child.wait(timeout=HANG_S)  # of an endless sleep
 
 
 def _write_own_status(file: Path) -> None:
@@ -80,6 +80,37 @@ def test_end_all_kills_processes_that_ignore_sigterm() -> None:
         "sys.stdout.write(f'{left} {p.poll()}')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=DEADLINE_S
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=HANG_S
     )
     assert done.stdout.startswith("[] "), done.stderr
+
+
+@pytest.mark.parametrize("slow", range(STARTS + 1))
+def test_a_slow_start_is_repeated_without_the_rest_of_it(slow: int) -> None:
+    log = list[str]()
+
+    def start() -> str:
+        log.append("start")
+        if log.count("start") <= slow:
+            raise RuntimeError("The current node timed out during startup.")
+        return "started"
+
+    if slow == STARTS:
+        with pytest.raises(RuntimeError, match="timed out"):
+            repeat_slow_start(start, lambda error: log.append("end"))
+        assert log == ["start", "end"] * STARTS
+    else:
+        assert repeat_slow_start(start, lambda error: log.append("end")) == "started"
+        assert log == [*["start", "end"] * slow, "start"]
+
+
+def test_another_error_of_a_start_is_raised_at_once() -> None:
+    log = list[str]()
+
+    def start() -> None:
+        log.append("start")
+        raise OSError("no such device")
+
+    with pytest.raises(OSError, match="no such device"):
+        repeat_slow_start(start, lambda error: log.append("end"))
+    assert log == ["start", "end"]

@@ -27,7 +27,7 @@ def test_it_requires_this_version_of_the_package() -> None:
 
 def test_it_requires_the_same_verl() -> None:
     ours = REPOSITORY / "recipe" / "async_pipeline" / "REQUIRED_VERL.txt"
-    assert (FOLDER / "REQUIRED_VERL.txt").read_bytes() == ours.read_bytes()
+    assert (FOLDER / "REQUIRED_VERL.txt").read_bytes() == ours.read_bytes(), "run `bash run_scripts/fix.sh`"
 
 
 def test_it_does_not_hide_the_package(tmp_path: Path) -> None:

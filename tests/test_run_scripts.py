@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 
 pytestmark = pytest.mark.real_engine
 FOLDER = REPOSITORY / "run_scripts"
@@ -62,7 +62,7 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...],
         input=json.dumps(calls),
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.rpartition("\nREPORT ")[2])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 
 FOLDER = REPOSITORY / "run_scripts"
 INSTALL = sorted(path.name for path in FOLDER.glob("install_*.sh"))
@@ -44,7 +44,7 @@ class Checkout:
             cwd=self.folder.parent,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
 
     def interpreter(self, script: str, *arguments: str, **settings: str) -> str:

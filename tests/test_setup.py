@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline import __version__
-from recipe.async_pipeline.patching.verl_source import read_pin
-from tests import REPOSITORY
+from recipe.async_pipeline.tools.patches.verl_source import read_pin
+from tests import HANG_S, REPOSITORY
 
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
 
@@ -90,7 +90,7 @@ def test_the_version_has_one_source() -> None:
 def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
     script = REPOSITORY / "run_scripts" / "smoke_cpu.sh"
     shown = subprocess.run(
-        ["bash", str(script), "--help"], capture_output=True, text=True, timeout=30, check=True, env={}
+        ["bash", str(script), "--help"], capture_output=True, text=True, timeout=HANG_S, check=True, env={}
     )
     assert shown.stdout.startswith("A tiny model learns")
     assert "setup" not in shown.stderr
@@ -110,7 +110,9 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
 )
 def test_the_smoke_script_refuses_what_it_does_not_have(words: list[str], error: str) -> None:
     script = REPOSITORY / "run_scripts" / "smoke_cpu.sh"
-    done = subprocess.run(["bash", str(script), *words], capture_output=True, text=True, timeout=30, env={})
+    done = subprocess.run(
+        ["bash", str(script), *words], capture_output=True, text=True, timeout=HANG_S, env={}
+    )
     assert done.returncode == 2
     assert error in done.stderr
 
@@ -118,13 +120,13 @@ def test_the_smoke_script_refuses_what_it_does_not_have(words: list[str], error:
 def test_setup_refuses_an_engine_that_it_does_not_have() -> None:
     script = REPOSITORY / "run_scripts" / "setup.sh"
     command = ["bash", str(script), "--engine", "vllm-0.1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     releases = sorted(path.stem for path in (REPOSITORY / "run_scripts" / "engines").glob("*.txt"))
     assert f"--engine must be one of {' '.join(releases)}, got 'vllm-0.1'" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_setup_replaces_the_environment_that_it_runs_in(tmp_path: Path) -> None:
     """Its folder was moved, so that the environment has to be made again; it is activated."""
     checkout, linked = tmp_path / "checkout", tmp_path / "linked"
@@ -142,7 +144,7 @@ def test_setup_replaces_the_environment_that_it_runs_in(tmp_path: Path) -> None:
             ["bash", str(folder / "run_scripts" / "setup.sh")],
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=HANG_S,
             env={
                 "PATH": f"{folder}/.venv/bin:{os.environ['PATH']}",
                 "VIRTUAL_ENV": f"{folder}/.venv",
@@ -179,7 +181,7 @@ def test_the_virtual_environment_of_an_agent_is_made_once_for_its_requirements(t
     def made(*words: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
         command = ["bash", str(script), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment)
 
     first, second = (made(str(wanted)).stdout.strip() for _ in range(2))
     assert first == second and Path(first).is_relative_to(tmp_path / ".cache" / "agents" / "")

@@ -21,7 +21,7 @@ from tests.sizes import PARTS, lines_of, table
         ("tools/plan/bound.py", ["tools"]),
         ("lab/bench/arms.py", ["lab"]),
         ("config/schema.py", ["run", "config, a part of run"]),
-        ("verl_bridge/megatron_rules.py", ["run", "config, a part of run"]),
+        ("verl_bridge/rules/megatron_rules.py", ["run", "config, a part of run"]),
         ("verl_bridge/rules/megatron.py", ["run", "config, a part of run"]),
         ("verl_bridge/rollout/router.py", ["run"]),
         ("tools/report/report.css", []),

@@ -14,13 +14,13 @@ Decisions, without verl, Ray or torch:
     strategies/    on_policy, one_step_off, n_step_ahead, fully_async
     agents/        episodes of agents: their ends, environments, and where these run
     gateway/       agents that speak HTTP: sessions, chains of tokens, dialects
-    config/        the keys that users set, their validation, and the plan of a run
+    config/        the keys that users set, and their validation
 
 Work on files and memory, without verl or Ray:
 
     checkpoint/    what a run saves and resumes from
     weight_sync/   host arenas, manifests, publishing, and verification of every weight update
-    patching/      the series of patches and the verl tree that it applies to
+    installed/     the verl and the engines of this machine, and whether they are the tested ones
 
 Execution on verl and Ray, the only importer of both:
 
@@ -28,12 +28,13 @@ Execution on verl and Ray, the only importer of both:
 
 Around a run:
 
-    observe/       what a run writes: event log, accounting of device-seconds, metrics, trace
+    observe/       what a run writes: event log, accounting of device-seconds, metrics
     cli/           the command `async-pipeline`, and its subcommands for a run
 
 Two storeys above, which no run imports:
 
-    tools/         before and after a run: plan/ (simulator, planner) report/ translate/, the doctor
+    tools/         before and after a run: explain/ plan/ (simulator, planner) report/ translate/, the doctor,
+                   patches/ (on verl) contract/ (what this package uses of verl and the engines)
     lab/           what measures and proves: bench/ soak/ gpu_kit/, and tasks/ that two CPU cores learn
 
 Importing this package loads neither torch nor verl nor Ray.

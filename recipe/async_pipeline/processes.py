@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process control on Linux: deaths of parents and ancestors, adoption of orphans, ending process trees."""
+"""Process control on Linux: deaths of parents and ancestors, adoption of orphans, ending process trees, and
+repeating slow starts.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import psutil
+
+_Started = TypeVar("_Started")
 
 # psutil is loaded where it is used: processes that only tie themselves to their parent start often.
 
@@ -122,6 +126,26 @@ def end_all(pids: Iterable[int], patience_s: float = TERM_S, *, spared: Collecti
             with suppress(psutil.Error):
                 process.kill()
         _, alive = psutil.wait_procs(list(left), timeout=0.01)
+
+
+SLOW_START, STARTS = "timed out", 3
+"""Ray gives a node 30 s to start, which cannot be changed: a part of its error, and how often to try."""
+
+
+def repeat_slow_start(start: Callable[[], _Started], end_rest: Callable[[Exception], object]) -> _Started:
+    """Return the result of `start`, which starts a Ray node; repeat it if it times out.
+
+    `end_rest` gets the error of a start that has failed and ends its processes. Raises the error of the last
+    start if each has timed out, and any other error at once.
+    """
+    for left in reversed(range(STARTS)):
+        try:
+            return start()
+        except Exception as error:
+            end_rest(error)
+            if SLOW_START not in str(error).lower() or not left:
+                raise
+    raise AssertionError("unreachable")
 
 
 def send_signal(pid: int, number: int) -> bool:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import subprocess
@@ -24,6 +23,8 @@ from recipe.async_pipeline.agents.commands import (
     run_command,
 )
 from recipe.async_pipeline.agents.output_log import OutputLog
+from tests import HANG_S
+from tests.fakes.descriptors import Descriptors
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups of Linux")
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups 
 def run(code: str, cwd: Path, **env: str) -> Finished:
     """Run Python code as a command."""
     command = [sys.executable, "-I", "-c", code]
-    return asyncio.run(asyncio.wait_for(run_command(command, cwd, env), 60))
+    return asyncio.run(asyncio.wait_for(run_command(command, cwd, env), HANG_S))
 
 
 def gone(pid: int) -> bool:
@@ -126,7 +127,9 @@ def test_processes_that_left_their_group_are_ended(tmp_path: Path) -> None:
     left = LeftBehind()
     more = "subprocess.Popen(['true'], start_new_session=True); subprocess.Popen(['sleep', '600']); "
     command = [sys.executable, "-I", "-c", LEAVES_ITS_GROUP + more + "sys.exit(3)"]
-    finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
+    finished = asyncio.run(
+        asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), HANG_S)
+    )
     assert finished.status == 3 and gone(int(finished.stdout)) and left.newly() == 0
 
 
@@ -143,7 +146,9 @@ def test_orphans_of_processes_that_left_their_group_are_ended(tmp_path: Path) ->
     )
     left = LeftBehind()
     command = [sys.executable, "-I", "-c", code]
-    finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
+    finished = asyncio.run(
+        asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), HANG_S)
+    )
     found = [int(pid) for pid in finished.stdout.split()]
     assert len(found) == 2 and all(map(gone, found)) and left.newly() == 0, finished.describe()
 
@@ -180,7 +185,9 @@ def test_orphans_that_end_are_reaped_while_the_command_runs(tmp_path: Path) -> N
     )
     left = LeftBehind()
     command = [sys.executable, "-I", "-c", code]
-    finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
+    finished = asyncio.run(
+        asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), HANG_S)
+    )
     assert (finished.status, left.newly()) == (0, 0), finished.describe()
 
 
@@ -204,7 +211,7 @@ def test_a_killed_guard_does_not_block_the_event_loop(
     running = run_command(command, tmp_path, environment({}), None, left)
     thread = threading.Thread(target=lambda: found.append(asyncio.run(running)), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(HANG_S)
     for end in held:
         os.close(end)
     assert [one.status for one in found] == [-signal.SIGKILL] and left.newly() == 0
@@ -224,23 +231,24 @@ async def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -
 
 
 @pytest.mark.slow
-async def test_a_command_that_is_cancelled_before_it_starts_leaves_no_pipe(tmp_path: Path) -> None:
+async def test_a_command_that_is_cancelled_before_it_starts_leaves_no_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recall may come while all threads of the executor are busy."""
 
     loop, release = asyncio.get_running_loop(), threading.Event()
     loop.set_default_executor(ThreadPoolExecutor(1))
-    before = os.listdir("/proc/self/fd")
+    descriptors = Descriptors(monkeypatch)
     busy = loop.run_in_executor(None, release.wait)
     task = asyncio.create_task(run_command(["true"], tmp_path, {}))
-    await asyncio.wait({task}, timeout=0.05)
+    await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait({task})
     release.set()
     await busy
-    # What was begun for it is undone in the one thread.
-    while os.listdir("/proc/self/fd") != before:  # noqa: ASYNC110 - a process has no event for it
-        await asyncio.sleep(0.01)
-        gc.collect()
+    # The one thread begins it, undoes it, and only then runs what comes next.
+    await loop.run_in_executor(None, lambda: None)
+    assert descriptors.made and descriptors.still_open() == set()
 
 
 def test_a_command_does_not_outlive_its_worker(tmp_path: Path) -> None:

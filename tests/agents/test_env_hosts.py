@@ -21,6 +21,7 @@ from recipe.async_pipeline.agents.env_hosts import HOSTS, EnvironmentHost, Proce
 from recipe.async_pipeline.agents.environment import EnvironmentSpec, Isolation, Step
 from recipe.async_pipeline.errors import EnvironmentFailed
 from tests import REPOSITORY
+from tests.fakes.descriptors import Descriptors
 from tests.fakes.environments import AWAITING, COUNTING, Counting
 from tests.fakes.waiting import until
 
@@ -120,6 +121,7 @@ OWNER = """
 import asyncio
 import psutil
 from recipe.async_pipeline.agents.env_hosts import ProcessHost
+from tests.fakes.descriptors import Descriptors
 from tests.fakes.environments import COUNTING
 
 async def play():
@@ -161,21 +163,24 @@ def test_the_player_does_not_outlive_its_guard() -> None:
     until(lambda: all(is_gone(pid) for pid in pids), "they end")
 
 
-async def test_a_process_whose_start_is_cancelled_leaves_nothing_open() -> None:
+async def test_a_process_whose_start_is_cancelled_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loop, release = asyncio.get_running_loop(), threading.Event()
     loop.set_default_executor(ThreadPoolExecutor(1))
-    before = os.listdir("/proc/self/fd")
+    descriptors = Descriptors(monkeypatch)
     busy = loop.run_in_executor(None, release.wait)
     host = ProcessHost(COUNTING)
     resetting = asyncio.create_task(host.reset(1, {}))
-    await asyncio.wait({resetting}, timeout=0.05)
+    await asyncio.sleep(0)
     resetting.cancel()
     await asyncio.wait({resetting})
     assert await host.close()
     release.set()
     await busy
-    while os.listdir("/proc/self/fd") != before:  # noqa: ASYNC110 - a process has no event for it
-        await asyncio.sleep(0.01)
+    # The one thread begins it, undoes it, and only then runs what comes next.
+    await loop.run_in_executor(None, lambda: None)
+    assert descriptors.made and descriptors.still_open() == set()
 
 
 def test_a_thread_that_hangs_is_left_behind_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

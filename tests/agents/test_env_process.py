@@ -8,6 +8,7 @@ import json
 import socket
 
 from recipe.async_pipeline.agents.env_process import serve
+from tests import HANG_S
 
 
 async def test_each_request_has_one_answer_until_the_socket_is_closed() -> None:
@@ -30,7 +31,7 @@ async def test_each_request_has_one_answer_until_the_socket_is_closed() -> None:
             answers.append(json.loads(await reader.readline()))
     writer.close()
     await writer.wait_closed()
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, HANG_S)
     assert answers == [
         {"result": "seed 5 episode 1 h"},
         {"result": ["a 3", 0.5, False, False]},

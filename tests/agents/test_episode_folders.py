@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from recipe.async_pipeline.agents import episode_folders
 from recipe.async_pipeline.agents.episode_folders import MARK, PREFIX, Folder, delete_abandoned
+from tests import HANG_S
+from tests.fakes.descriptors import open_below
 from tests.fakes.waiting import until
 
 OWNER = """
@@ -136,17 +137,8 @@ def test_a_folder_whose_making_is_cancelled_is_deleted_with_its_lock(
         await asyncio.wait({owning})
         assert owning.cancelled()
         release.set()
-        while names(place) or open_folders(place):  # noqa: ASYNC110 - a file system has no event for it
+        while names(place) or open_below(place):  # noqa: ASYNC110 - a file system has no event for it
             await asyncio.sleep(0.01)
 
     monkeypatch.setattr(tempfile, "mkdtemp", slow)
-    asyncio.run(asyncio.wait_for(story(), 60))
-
-
-def open_folders(place: Path) -> list[str]:
-    """Return the folders in a place that this process has open."""
-    found = []
-    for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            found.append(os.readlink(file))
-    return [name for name in found if name.startswith(f"{place}/")]
+    asyncio.run(asyncio.wait_for(story(), HANG_S))

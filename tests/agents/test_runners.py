@@ -17,6 +17,7 @@ import pytest
 from recipe.async_pipeline.agents.episode_folders import Folder
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, is_function, runner_of, verified
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed
+from tests import HANG_S
 
 POLICY = Policy("http://127.0.0.1:1/v1", "sk-model-x")
 TASK = Task({"messages": [{"role": "user", "content": "go"}], "seed": 3, "task": {"a": 1}}, {"truth": 42})
@@ -31,7 +32,7 @@ def played(agent: str, policy: Policy = POLICY, **more: Any) -> float | None:
             reward = await runner_of(spec).run(TASK, policy, folder)
             return reward if spec.verify is None else await verified(spec, folder, TASK)
 
-    return asyncio.run(asyncio.wait_for(episode(), 60))
+    return asyncio.run(asyncio.wait_for(episode(), HANG_S))
 
 
 def python(code: str) -> str:

@@ -20,6 +20,7 @@ from recipe.async_pipeline.agents.commands import Finished, environment, run_com
 from recipe.async_pipeline.agents.episode_folders import PREFIX, Folder
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, runner_of, verified
 from recipe.async_pipeline.agents.sandbox import Sandbox, reason_without
+from tests import HANG_S
 from tests.fakes.waiting import until
 
 works = pytest.mark.skipif(bool(reason_without()), reason=f"no sandbox: {reason_without()}")
@@ -48,7 +49,7 @@ def played(agent: str, hidden: Sandbox | None, **env: str) -> float | None:
         with Folder() as folder:
             return await runner_of(spec).run(Task({}, {}), POLICY, folder)
 
-    return asyncio.run(asyncio.wait_for(episode(), 60))
+    return asyncio.run(asyncio.wait_for(episode(), HANG_S))
 
 
 def searched(secret: str, where: str, hidden: Sandbox | None) -> bool:
@@ -230,7 +231,7 @@ def test_verify_is_in_the_sandbox_too(other_episode: None) -> None:
             await runner_of(spec).run(task, POLICY, folder)
             return await verified(spec, folder, task)
 
-    assert asyncio.run(asyncio.wait_for(episode(), 60)) == 1.0
+    assert asyncio.run(asyncio.wait_for(episode(), HANG_S)) == 1.0
 
 
 @works
@@ -249,7 +250,7 @@ def test_the_unix_socket_of_the_gateway_is_reached(tmp_path: Path) -> None:
             with Folder() as folder:
                 return await runner_of(spec).run(Task({}, {}), policy, folder)
 
-        assert asyncio.run(asyncio.wait_for(episode(), 60)) == 1.0
+        assert asyncio.run(asyncio.wait_for(episode(), HANG_S)) == 1.0
 
 
 def test_secrets_of_the_user_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ def test_a_token_costs_less_than_a_call(module: Any, tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=300,
+    max_examples=80,
     deadline=None,
     derandomize=True,
     database=None,

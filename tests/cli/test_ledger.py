@@ -31,6 +31,16 @@ def test_a_violation_gives_status_1(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "VIOLATION    prompt p1.0 is trained in step 2, but was trained before" in capsys.readouterr().out
 
 
+def test_a_run_that_ended_before_its_first_record_is_consistent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ledger.jsonl").touch()
+    assert main.main(["ledger", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "run          ended before its first step; its ledger has no record\n"
+    (tmp_path / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    assert main.main(["ledger", str(tmp_path)]) == 1, "a run with steps has records"
+
+
 def test_a_missing_ledger_gives_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["ledger", str(tmp_path)]) == 2
     assert "ledger.jsonl does not exist" in capsys.readouterr().err

@@ -24,8 +24,8 @@ from recipe.async_pipeline.cli import watch
 from recipe.async_pipeline.cli.watch import Screen
 from recipe.async_pipeline.observe.table import MARK, TRANSIENT
 from recipe.async_pipeline.processes import descendants
-from tests import REPOSITORY
-from tests.fakes.waiting import DEADLINE_S, until
+from tests import HANG_S, REPOSITORY
+from tests.fakes.waiting import until
 
 SLEEPER = (
     "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session={detached}); "
@@ -254,7 +254,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 def watched(*command: str) -> tuple[int, str]:
     """Return the status and the output of `async-pipeline watch -- COMMAND`."""
     with started("-m", "recipe.async_pipeline", "watch", "--", *command) as process:
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=HANG_S)
         return process.returncode, output.decode()
 
 
@@ -284,7 +284,7 @@ def test_a_silent_command_is_reported_as_running() -> None:
     )
     # An interpreter takes longer than that to start.
     with started("-c", impatient, sys.executable, "-c", "import sys; sys.exit(4)") as process:
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=HANG_S)
         assert process.returncode == 4
     assert "... running: 0 lines so far" in output.decode()
 
@@ -305,7 +305,7 @@ def test_the_command_knows_its_start_time() -> None:
     code = f"import os, time; print({MARK!r}, time.time() - float(os.environ['ASYNC_PIPELINE_STARTED_UNIX']))"
     status, output = watched(sys.executable, "-c", code)
     assert status == 0
-    assert 0 <= float(output.split()[-1]) < DEADLINE_S
+    assert 0 <= float(output.split()[-1]) < HANG_S
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def interrupt(stop_s: float, times: int, code: str) -> tuple[int, str, list[int]
         for _ in range(times):
             process.send_signal(signal.SIGINT)
             output_so_far += process.stdout.readline()
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=HANG_S)
         return process.returncode, (output_so_far + output).decode(), had
 
 
@@ -385,7 +385,7 @@ def test_a_closed_terminal_ends_the_run_as_sigterm_does(number: signal.Signals) 
         assert any(b"interrupted" in line for line in iter(process.stdout.readline, b""))
         if number == signal.SIGHUP:
             process.send_signal(number)
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert b"tidied up" in output
     assert had and all(is_gone(pid) for pid in had)
@@ -395,7 +395,7 @@ def test_nohup_keeps_the_run() -> None:
     ignores = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + HURRIED.format(stop_s=1000)
     code = f"import os, signal; os.kill(os.getppid(), signal.SIGHUP); print({MARK!r}, 'done')"
     with started("-c", ignores, sys.executable, "-c", code) as process:
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     assert b"done" in output
 
@@ -411,14 +411,14 @@ def test_the_command_runs_to_its_end_although_its_screen_is_not_read(tmp_path: P
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        process.wait(DEADLINE_S)
+        process.wait(HANG_S)
     assert (tmp_path / "run.log").read_text().count("step") == lines
 
 
 def test_the_command_ends_if_its_watch_is_killed() -> None:
     """Also below a shell, as most launch scripts are."""
     code = (
-        "from recipe.async_pipeline.verl_bridge import interrupts; interrupts.end_with_watch()\n"
+        "from recipe.async_pipeline.verl_bridge.process import interrupts; interrupts.end_with_watch()\n"
         f"import os, time; print({MARK!r}, os.getpid(), flush=True); time.sleep(1000)"
     )
     shell = f"{sys.executable} -c {shlex.quote(code)}; exit 0"

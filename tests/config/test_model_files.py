@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from recipe.async_pipeline.config.model_files import count_parameters, tensor_shapes
+from recipe.async_pipeline.errors import ConfigError
 
 pytestmark = pytest.mark.real_engine
 
@@ -21,6 +22,13 @@ def test_the_shapes_of_all_files(tmp_path: Path) -> None:
     save_file({"b": torch.zeros(4)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
     assert tensor_shapes(tmp_path) == {"a": [3, 5], "scalar": [], "b": [4]}
     assert count_parameters(tmp_path) == 20
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>not found</html>", b"\x02\0\0\0\0\0\0\0}{"])
+def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors must be a safetensors file, but is damaged"):
+        tensor_shapes(tmp_path)
 
 
 def test_a_model_on_another_machine_has_no_size(tmp_path: Path) -> None:

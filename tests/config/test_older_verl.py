@@ -9,6 +9,9 @@ import pytest
 
 from recipe.async_pipeline.config.older_verl import MOVED, asks_for_pipeline, corrected, modernised
 from recipe.async_pipeline.config.paths import OWN, nested
+from recipe.async_pipeline.config.refusals import Settings, refuse
+from recipe.async_pipeline.config.verl_options import RULES
+from recipe.async_pipeline.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
@@ -38,6 +41,7 @@ BUCKET = f"++{OWN}.weight_sync.gather_bucket_size_mb=512"
             f"{ACTOR}.fsdp_config.strategy=fsdp2",
             [f"{ACTOR}.fsdp_config.strategy=fsdp2", f"{ACTOR}.strategy=fsdp2"],
         ),
+        (f"{ACTOR}.grad_clip=0.5", [f"{ACTOR}.optim.clip_grad=0.5"]),
         (f"{ACTOR}.router_replay.mode=R2", [f"{ACTOR}.megatron.router_replay.mode=R2"]),
         (f"+{ACTOR}.policy_loss.tau_pos=1.0", [f"{ACTOR}.tau_pos=1.0"]),
         (f"{ROLLOUT}.n_agent=5", [f"{ROLLOUT}.n=5"]),
@@ -88,10 +92,48 @@ def test_a_key_that_this_verl_has_needs_no_plus() -> None:
     assert notes == ("+data.seed -> data.seed, which this verl has",)
 
 
-def test_the_present_key_wins() -> None:
-    found, (note,) = modernised(["reward_model.reward_manager=dapo", "reward.reward_manager.name=naive"])
-    assert found == ["reward.reward_manager.name=naive"]
+@pytest.mark.parametrize("value", ["dapo", "'dapo'", "DAPO"])
+def test_an_old_key_with_the_value_of_the_present_one_is_left_out(value: str) -> None:
+    found, (note,) = modernised(["reward_model.reward_manager=dapo", f"reward.reward_manager.name={value}"])
+    assert found == [f"reward.reward_manager.name={value}"]
     assert note.startswith("ignored: reward_model.reward_manager=dapo, because reward.reward_manager.name is")
+
+
+def test_an_old_key_that_contradicts_the_present_one_is_refused() -> None:
+    words = ["custom_reward_function.path=a.py", "reward.custom_reward_function.path=b.py"]
+    more = ["reward_model.reward_manager=dapo", "reward.reward_manager.name=naive"]
+    with pytest.raises(ConfigError) as refused:
+        modernised([*words, *more])
+    first, second = refused.value.problems
+    assert first.startswith(
+        "custom_reward_function.path is an old name of reward.custom_reward_function.path"
+    )
+    assert first.endswith("got a.py and b.py; keep one of them") and "got dapo and naive" in second
+
+
+def test_the_engine_of_a_section_gives_way_to_the_strategy() -> None:
+    words = [f"{ACTOR}.fsdp_config.strategy=fsdp", f"{ACTOR}.strategy=fsdp2"]
+    assert modernised(words)[0] == words
+
+
+@pytest.mark.parametrize(
+    ("level", "applied", "becomes"),
+    [("sequence", "True", "sequence"), ("sequence", "False", "null"), ("token", "true", "token")],
+)
+def test_weights_of_an_older_verl_keep_their_level(level: str, applied: str, becomes: str) -> None:
+    words = [f"+algorithm.rollout_is={applied}", f"+algorithm.rollout_is_level={level}"]
+    found, notes = modernised([*words, "+algorithm.rollout_is_mode=truncate"])
+    assert found == [f"{CORRECTION}.rollout_is={becomes}"]
+    assert f"rollout_is_level={level}, because {CORRECTION}.rollout_is has the level" in notes[1]
+
+
+@pytest.mark.parametrize("word", ["level=geometric", "mode=mask", "veto_threshold=1e-4"])
+def test_a_correction_that_verl_no_longer_has_is_refused(word: str) -> None:
+    (found,), notes = modernised([f"+algorithm.rollout_is_{word}"])
+    assert found == f"++algorithm.rollout_is_{word}" and len(notes) == 1
+    path, _, value = found.removeprefix("++").partition("=")
+    with pytest.raises(ConfigError, match=f"^{path} must be None, got '{value}'; leave it out; today"):
+        refuse([row for row in RULES if row.path == path], Settings(nested({path: value})))
 
 
 def test_a_chosen_strategy_stays_with_a_trainer_of_verl() -> None:
@@ -113,6 +155,11 @@ def test_a_chosen_strategy_stays_with_a_trainer_of_verl() -> None:
             {"trainer.resume_from_path": None},
         ),
         ({"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "x"}, {}),
+        (
+            {f"{ACTOR}.fsdp_config.dtype": "float16", "critic.fsdp.dtype": "bfloat16"},
+            {f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "fp16"},
+        ),
+        ({"critic.fsdp": {"dtype": "float32", "mixed_precision": {"param_dtype": "bf16"}}}, {}),
         (
             {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
             {f"{ROLLOUT}.checkpoint_engine.backend": "dual_buffer"},

@@ -13,12 +13,10 @@ from recipe.async_pipeline.config.foreign_pools import pools_of_ratios, pools_of
 from recipe.async_pipeline.config.placement import (
     PLACED,
     Placement,
-    Pool,
     place,
     placement_of,
     wishes_of,
 )
-from recipe.async_pipeline.config.run_plan import drawing
 from recipe.async_pipeline.errors import ConfigError
 
 WITH_REF = ("train", "logp", "ref_logp", "generate")
@@ -266,28 +264,6 @@ def test_a_role_is_found() -> None:
     assert made.own_pool_of("train") is None
     assert made.pool_of("critic") is None
     assert Placement.from_list(made.as_list()) == made
-
-
-def test_the_drawing_has_a_mark_for_each_device() -> None:
-    made = place(
-        wishes_of(pools_of_tasks([["logp", "train"], "ref_logp", "generate"], [0.5, 0.25, 0.25])),
-        roles=WITH_REF,
-        devices=4,
-        node=4,
-    )
-    assert drawing(made) == [
-        "device    0  3",
-        "train     ##",
-        "logp      ##",
-        "ref_logp    #",
-        "generate     #",
-    ]
-
-
-@given(st.integers(1, 500), st.integers(1, 5000))
-def test_the_drawing_fits_a_line(train: int, generate: int) -> None:
-    pools = (Pool("a", ("train", "logp"), (train,)), Pool("b", ("generate",), (generate,)))
-    assert all(len(line) < 120 for line in drawing(Placement(pools)))
 
 
 ODD = st.one_of(

@@ -17,7 +17,6 @@ from recipe.async_pipeline.config.rollout_correction import (
     check_loss,
     check_loss_parameters,
     describe_correction,
-    describe_loss,
 )
 from recipe.async_pipeline.errors import ConfigError
 from tests.fakes.alias_values import nested
@@ -103,37 +102,6 @@ def test_an_invalid_loss_is_refused(pairs: list[tuple[str, Any]], words: str) ->
 
 def test_where_other_code_may_add_losses_any_name_may_be_one() -> None:
     check_loss(nested((f"{POLICY_LOSS}.loss_mode", "mine")), None)
-
-
-@pytest.mark.parametrize(
-    ("mode", "old_logp", "mini_batches", "words"),
-    [
-        (
-            "vanilla",
-            "trainer",
-            1,
-            "vanilla (pg_variant ppo): ratio of the current policy to version s-1; one update per step, so "
-            "the ratio is 1",
-        ),
-        ("vanilla", "trainer", 2, "vanilla (pg_variant ppo): ratio of the current policy to version s-1"),
-        ("tis", "rollout", 1, "tis: ratio of the current policy to the versions that generated the tokens"),
-        ("dro", "logp_pool", 1, "dro (pg_variant kimi15): ratio of the current policy to version s-2"),
-        (
-            "policy_gradient",
-            "trainer",
-            1,
-            "policy_gradient (pg_variant vanilla): no ratio to an old policy",
-        ),
-        ("gspo", "rollout", 4, "gspo: ratio of the current policy to the versions that generated the tokens"),
-    ],
-)
-def test_a_describe_loss(mode: str, old_logp: str, mini_batches: int, words: str) -> None:
-    assert describe_loss(nested((f"{POLICY_LOSS}.loss_mode", mode)), old_logp, mini_batches) == words
-
-
-def test_more_epochs_are_more_updates() -> None:
-    config = nested((f"{POLICY_LOSS}.loss_mode", "tis"), ("actor_rollout_ref.actor.ppo_epochs", 2))
-    assert "ratio is 1" not in describe_loss(config, "trainer", 1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from recipe.async_pipeline.core.threads import in_new_thread, in_thread_of, made_in_executor
+from tests import HANG_S
 
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME")
 
@@ -54,7 +55,7 @@ async def test_one_that_outlasts_its_caller_and_the_loop_ends_in_silence(
     def call() -> None:
         threads.append(threading.current_thread())
         loop.call_soon_threadsafe(began.set)
-        assert release.wait(30)
+        assert release.wait(HANG_S)
 
     waiting = asyncio.ensure_future(in_new_thread(call, "t"))
     await began.wait()
@@ -62,7 +63,7 @@ async def test_one_that_outlasts_its_caller_and_the_loop_ends_in_silence(
     with pytest.raises(asyncio.CancelledError):
         await waiting
     release.set()
-    threads[0].join(30)
+    threads[0].join(HANG_S)
     assert not threads[0].is_alive() and not failures and not recwarn.list
 
 

@@ -13,9 +13,10 @@ import torch
 from recipe.async_pipeline.diffusion.families import StableDiffusion3
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter, HeldBlock
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Manifest
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter, HeldBlock
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
+from tests import HANG_S
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
 from tests.fakes.tiny_flow import tiny_conditions, tiny_sd3
 
@@ -37,7 +38,7 @@ def publish() -> Iterator[Publish]:
         parts = [HeldBlock(n, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for n, t in tensors.items()]
         ticket = writer.gather_parts(next(version), parts, adapter)
         assert ticket is not None
-        return await_manifest(ticket, 30)
+        return await_manifest(ticket, HANG_S)
 
     yield gather
     writer.close()

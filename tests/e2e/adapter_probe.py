@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 from tests.e2e.probed_engines import SGLangWithAdapters
 from tests.e2e.versions_probe import Probe, below_likeliest
 

@@ -20,9 +20,10 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import encode
+from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 from tests.e2e.weights import saved_weights
 
@@ -81,7 +82,7 @@ async def run(model_dir: str, engine: str, theirs: Any, checkpoints: Path) -> di
         plain.load_state_dict(weights)
         exact.load_state_dict(weights)
         ticket = writer.gather(version, weights.items())
-        manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
+        manifest = encode(await asyncio.to_thread(await_manifest, ticket, HANG_S))
         await served.versioned.load(version, lambda manifest=manifest: served.load(manifest), "keep")  # type: ignore[misc]
         prompts, end = prompts_of(Path(model_dir).parent, version), plain.config.eos_token_id
         answers = await asyncio.gather(*(served.answer(prompt, TOKENS, 1.0) for prompt in prompts))

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
+from tests import HANG_S
 from tests.e2e.job import ROOT
+from tests.fakes.ray_nodes import add_node, start_cluster
 
 
 def make_task(*options: str) -> Path:
@@ -47,8 +48,7 @@ class Nodes:
     """A Ray cluster on this machine. Who starts a job is on its first node."""
 
     def __init__(self, devices: int) -> None:
-        head = {"num_cpus": 64, "num_gpus": devices, "include_dashboard": False}
-        self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self._cluster = start_cluster(num_cpus=64, num_gpus=devices)
         self._number = 1
 
     @property
@@ -65,8 +65,12 @@ class Nodes:
         """Return a second node with its own address."""
         self._number += 1
         address = f"127.0.0.{self._number}"
-        return self._cluster.add_node(
-            num_cpus=64, num_gpus=devices, node_ip_address=address, resources={self._name: 1}
+        return add_node(
+            self._cluster,
+            num_cpus=64,
+            num_gpus=devices,
+            node_ip_address=address,
+            resources={self._name: 1},
         )
 
     @property
@@ -80,7 +84,7 @@ class Nodes:
         """
         ray.init(address=self._cluster.address, log_to_driver=False)
         occupied = ray.util.placement_group([{"CPU": 64, self._name: 1}])
-        ray.get(occupied.ready(), timeout=60)
+        ray.get(occupied.ready(), timeout=HANG_S)
 
         def release() -> None:
             ray.util.remove_placement_group(occupied)

@@ -24,9 +24,10 @@ from recipe.async_pipeline.errors import AsyncPipelineError
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter
 from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import PipelineWorkerExtension
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of, unfused
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import encode
+from tests import HANG_S
 
 NAME = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 PROMPT = [20, 21, 11, 22, 23, 29]
@@ -100,7 +101,7 @@ def publish_adapters(model_dir: str) -> dict[str, Any]:
         parts = [part_of(name, tensor) for name, tensor in tensors.items()]
         ticket = writer.gather_parts(version, parts, described(model.peft_config["default"]))
         assert ticket is not None
-        return load(llm, encode(await_manifest(ticket, 30)))
+        return load(llm, encode(await_manifest(ticket, HANG_S)))
 
     for version in range(1, 4):
         report["loads"].append(publish(version))
@@ -162,7 +163,7 @@ def publish_experts(folder: str) -> dict[str, Any]:
         parts = [p for n, w in weights.items() for p in unfused(part_of(n, w), "qwen3_moe")]
         ticket = writer.gather_parts(version, parts)
         assert ticket is not None
-        report["loads"].append(load(llm, encode(await_manifest(ticket, 30))))
+        report["loads"].append(load(llm, encode(await_manifest(ticket, HANG_S))))
         report["published"] = len(parts)
         report["engine"].append(engine_says(llm))
         report["transformers"].append(transformers_says(model))
@@ -186,7 +187,7 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
     weights = changed(model)
 
     def publish(version: int, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return load(llm, encode(await_manifest(writer.gather(version, weights.items()), 30)))
+        return load(llm, encode(await_manifest(writer.gather(version, weights.items()), HANG_S)))
 
     report: dict[str, Any] = {"first": publish(1, weights)}
     report["before"], report["engine"], report["transformers"] = (

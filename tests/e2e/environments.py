@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of whole jobs: one that fails, each kind of failure once for each board that is meant to fail,
-one that a slow program plays, and one that is slow itself.
+"""Environments of whole jobs: one that fails, each kind of failure once for each board that is meant to fail
+and each hang once in all, one that a slow program plays, and one that is slow itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from recipe.async_pipeline.agents.runners import Policy
 from recipe.async_pipeline.lab.soak import lake_agent
 
 KINDS = ("reset_raises", "reset_hangs", "step_raises", "step_hangs", "dies", "exits")
+HANGS = ("reset_hangs", "step_hangs")
+"""Each takes as long as an environment may take to answer, which includes its start on a busy machine."""
 ONE_IN = 8
 """Boards whose seed modulo this is the index of a kind fail, the others do not."""
 SLOW_S = 1.0
@@ -52,8 +54,9 @@ class FailingLake(FrozenLake):
     def _fails(self, kind: str) -> bool:
         if self._seed % ONE_IN != KINDS.index(kind):
             return False
+        board = "any" if kind in HANGS else self._seed
         try:
-            (self._marks / f"{kind}-{self._seed}").touch(exist_ok=False)
+            (self._marks / f"{kind}-{board}").touch(exist_ok=False)
         except FileExistsError:
             return False
         return True

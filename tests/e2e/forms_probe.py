@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Form
 from recipe.async_pipeline.verl_bridge.agent_loop.answer_form import structured
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
-from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import encode
+from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 
 MAX_LEN = 250
@@ -53,7 +54,7 @@ class Probe:
     async def publish(self, in_flight: str) -> None:
         self.version += 1
         ticket = self.writer.gather(self.version, self.weights.items())
-        manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
+        manifest = encode(await asyncio.to_thread(await_manifest, ticket, HANG_S))
         await self.engine.versioned.load(self.version, lambda: self.engine.load(manifest), in_flight)
 
     async def answers(self, form: Form) -> dict[str, Any]:

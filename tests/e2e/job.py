@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.graph import GRAPH, OPTIONAL
 from recipe.async_pipeline.core.state_machine import StageState
+from recipe.async_pipeline.lab.event_audit import audit_events
 from recipe.async_pipeline.lab.job import processes_with
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = float(os.environ.get("ASYNC_PIPELINE_TEST_LIMIT_S", "1500"))
@@ -126,9 +126,9 @@ def run_job(
 
 
 def check_clean_end(
-    job: Job, strategy: str, max_lag: int, steps: int, *, groups: int = 16, answers: int = 8
+    job: Job, strategy: str, max_lag: int, steps: int, *, groups: int = 16, responses: int = 8
 ) -> dict[str, Any]:
-    """The run has trained every step, each with so many groups of so many answers, and accounts for all."""
+    """The run has trained each step, of so many groups of so many responses, and accounts for all of them."""
     assert job.status == 0, job.output[-3000:]
     summary = job.summary
     assert summary["status"] == "completed"
@@ -138,7 +138,7 @@ def check_clean_end(
     assert summary["groups_trained"] == steps * groups
     fates = sum(summary[f"groups_{fate}"] for fate in ("trained", "filtered", "expired", "failed"))
     assert (summary["groups_drawn"], summary["groups_in_flight"]) == (fates, 0)
-    assert summary["samples_trained"] == steps * groups * answers
+    assert summary["samples_trained"] == steps * groups * responses
     assert summary["tensors_proved"] > 0
     assert summary["publications"] == steps + 1
     return summary

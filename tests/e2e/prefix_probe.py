@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, Reuse, recorded_spans
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import Loaded, Reuse, recorded_spans
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import encode
+from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 
 MAX_LEN = 250
@@ -33,17 +34,34 @@ class Probe:
         self.weights = model.state_dict()
         self.writer = ArenaWriter(1 << 20, 16, torch.float32)
         self.version = -1
+        self.answers = self.engine.versioned._answers
 
-    async def publish(self, reuse: Reuse) -> None:
+    async def gather(self) -> bytes:
+        """Return the manifest of the next version."""
         self.version += 1
         ticket = self.writer.gather(self.version, self.weights.items())
-        manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
+        return encode(await asyncio.to_thread(await_manifest, ticket, HANG_S))
+
+    async def load(self, manifest: bytes, reuse: Reuse) -> None:
         versioned, version = self.engine.versioned, self.version
 
         async def load() -> Loaded:
             return await self.engine.load(manifest, versioned.salts(version))
 
         await versioned.load(version, load, "keep", reuse_prefixes=reuse)
+
+    async def publish(self, reuse: Reuse) -> None:
+        await self.load(await self.gather(), reuse)
+
+    async def answering(self) -> None:
+        """Wait for a token of a response."""
+        while not await self.engine.versioned.written(list(self.answers)):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async def sent(self, requests: int) -> None:
+        """Wait until the engine has got so many requests, none of which ends."""
+        while sum(answer.sent_before is not None for answer in self.answers.values()) < requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
     async def cached(self, prompt: list[int], session: int | None = None, tokens: int = 1) -> int:
         """Return how many tokens of the prompt the engine did not compute, because it had them."""
@@ -72,13 +90,13 @@ async def case_of(probe: Probe, reuse: Reuse, mine: int) -> dict[str, int]:
     # A request that waits in the engine during a load is written by the new version.
     await probe.cached(other)
     busy = prompt_of(mine + 2)
+    manifest = await probe.gather()
     running = asyncio.create_task(probe.cached(busy, tokens=MAX_LEN - len(busy) - 2))
-    await asyncio.sleep(0.05)
+    await probe.answering()
     waiting = asyncio.create_task(probe.cached(other))
     of_session = asyncio.create_task(probe.cached(long, began))
-    await asyncio.sleep(0.05)
-    assert not running.done(), "it is too fast to let others wait"
-    await probe.publish(reuse)
+    await probe.sent(3)
+    await probe.load(manifest, reuse)
     found["waited during the load"] = await waiting
     found["its session, waited"] = await of_session
     await running

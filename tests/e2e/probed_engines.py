@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.weight_sync.versioned_engine import FORM, Loaded, Salts, VersionedEngine
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import FORM, Loaded, Salts, VersionedEngine
+from tests import HANG_S
 
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 PIECE_BYTES = 1 << 16
@@ -78,14 +79,14 @@ class Vllm:
         self.versioned = serve_versions(self._engine, rejections())
 
     async def stage(self, manifest: bytes) -> list[str]:
-        boards: list[str] = await self._engine.collective_rpc("stage_snapshot", 60.0, (manifest,))
+        boards: list[str] = await self._engine.collective_rpc("stage_snapshot", HANG_S, (manifest,))
         return boards
 
     async def load(self, manifest: bytes, salts: Salts | None = None) -> Loaded:
         from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import progress_by_name
 
         core = self._engine.engine_core
-        answer = await core.call_utility_async("load_snapshot", manifest, PIECE_BYTES, 60.0, salts)
+        answer = await core.call_utility_async("load_snapshot", manifest, PIECE_BYTES, HANG_S, salts)
         reports, progress = answer
         return Loaded([LoadReport(**report) for report in reports], progress_by_name(progress))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.event_audit import audit_events
+from recipe.async_pipeline.lab.event_audit import audit_events
 from recipe.async_pipeline.observe.ledger_file import audit_file
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import ROOT, Event, interrupt, processes_of, run_job, smoke_command

@@ -52,7 +52,6 @@ def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path:
             f"{AGENTIC}.isolation=process",
             # Each of them is a process that imports gymnasium.
             f"{AGENTIC}.concurrency=6",
-            f"{AGENTIC}.env_timeout_s=20",
             # Eight boards in the order of their seeds have each kind of failure.
             "data.shuffle=false",
             *of_size(boards, episodes),
@@ -60,7 +59,7 @@ def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path:
         run_dir,
         lake_task,
     )
-    summary = check_clean_end(job, "fully_async", 3, steps, groups=boards, answers=episodes)
+    summary = check_clean_end(job, "fully_async", 3, steps, groups=boards, responses=episodes)
     check_events(job)
     assert processes_of(run_dir) == [], "no environment is left"
 

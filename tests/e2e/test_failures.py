@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each of these ends the run within a minute: cause on the last screen, status not 0, nothing left behind."""
+"""Each of these ends the run: cause on the last screen, status not 0, nothing left behind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.event_audit import audit_events
+from recipe.async_pipeline.lab.event_audit import audit_events
 from recipe.async_pipeline.observe.ledger_file import audit_file
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX, SHM_DIR
+from tests import HANG_S
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import (
     ROOT,
@@ -36,14 +37,13 @@ from tests.e2e.job import (
     smoke_command,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
-WITHIN_S = 60.0
+pytestmark = pytest.mark.e2e
 
 
 def check_ended(job: Job, cause: str) -> None:
     assert job.status not in (0, None)
     assert job.ended_after_event_s is not None, job.output[-3000:]
-    assert job.ended_after_event_s < WITHIN_S
+    assert job.ended_after_event_s < HANG_S
     last_screen = "\n".join(job.output.splitlines()[-24:])
     assert cause in last_screen
     assert processes_of(job.run_dir) == []
@@ -67,6 +67,7 @@ def long_run(tmp_path: Path) -> list[str]:
     )
 
 
+@pytest.mark.nightly
 def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     job = run_job(
         [
@@ -82,6 +83,7 @@ def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     assert job.summary["status"] == "failed"
 
 
+@pytest.mark.nightly
 def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(
     tied_task: Path, tmp_path: Path
 ) -> None:
@@ -101,6 +103,7 @@ def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(
     assert ", written by replica 0 with version " in job.summary["error"]
 
 
+@pytest.mark.nightly
 def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     signal_one = partial(signal_one_of_two, "EngineCore", run_dir)
@@ -135,6 +138,7 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
     assert "EngineDeadError" in job.output and "ActorDiedError" in job.output
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes: StartNodes) -> None:
     """On it are a replica, agent loops and reward workers; trainer and samples are on the other, which was
     there before.
@@ -182,6 +186,7 @@ def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes
     assert [count for count, _ in groupby(replicas)] == [2, 1, 2], "training continued meanwhile"
 
 
+@pytest.mark.nightly
 def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
     tied_task: Path, tmp_path: Path
 ) -> None:
@@ -215,6 +220,7 @@ def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
     assert max(untrained) == (3 + 1) * 16, "all the room there is was taken, and no more"
 
 
+@pytest.mark.nightly
 def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
@@ -255,6 +261,7 @@ def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, t
     ]
 
 
+@pytest.mark.nightly
 def test_agent_loop_workers_that_die_in_a_validation(
     tied_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +292,7 @@ def test_agent_loop_workers_that_die_in_a_validation(
     assert job.summary["steps"] == steps
 
 
+@pytest.mark.nightly
 def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
@@ -317,6 +325,7 @@ def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) 
         assert part in diagnosis
 
 
+@pytest.mark.nightly
 def test_a_training_worker_that_dies(tied_task: Path, tmp_path: Path) -> None:
     """Its memory is unlinked in every state."""
     run_dir = tmp_path / "run"
@@ -329,6 +338,7 @@ def test_a_training_worker_that_dies(tied_task: Path, tmp_path: Path) -> None:
     assert set(SHM_DIR.glob(f"{PREFIX}*")) <= before
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_adapters_are_trained(tied_task: Path, tmp_path: Path) -> None:
     # Adapters alone are trained here, and published without their base.
     adapters = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=auto"]

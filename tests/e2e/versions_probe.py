@@ -27,12 +27,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
-from recipe.async_pipeline.verl_bridge.engine_check import saying
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket, encode
-from recipe.async_pipeline.weight_sync.staging import await_staged
-from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
+from recipe.async_pipeline.lab.gpu_kit.engine_check import saying
+from recipe.async_pipeline.weight_sync.engine.staging import await_staged
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket, encode
+from tests import HANG_S
 from tests.e2e.probed_engines import ENGINES
 
 WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT_POLICIES), ("keep", "device")]
@@ -44,8 +45,11 @@ PROMPT = [20, 21, 11, 22, 23, 29]
 SWAPS = 8
 """Loads of random weights for each way to load, after `MANY` publications."""
 MANY = 200
-STEPS_BETWEEN = 12
-"""Most tokens of a request between two publications. After an abort, it is prefilled again in that time."""
+ANSWERS_BETWEEN = 2
+"""Most answers that end between two publications, while requests of other askers are in flight.
+
+Not seconds: how many tokens these are would depend on the machine.
+"""
 LONG = MAX_LEN - len(PROMPT) - SPARE
 
 
@@ -58,6 +62,7 @@ class Probe:
         self.writer = ArenaWriter(1 << 20, 16, torch.float32)
         self.version = -1
         self.load_s: list[float] = []
+        self.answered = asyncio.Event()
 
     def gather(self, weights: dict[str, torch.Tensor]) -> WeightTicket:
         """Write a version into the arena."""
@@ -74,10 +79,10 @@ class Probe:
     async def publish(self, weights: dict[str, torch.Tensor], in_flight: str, stage: str = "host") -> None:
         self.version += 1
         ticket = self.gather(weights)
-        manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
+        manifest = encode(await asyncio.to_thread(await_manifest, ticket, HANG_S))
         if stage == "device":
             boards = await self.engine.stage(manifest)
-            await asyncio.wait_for(await_staged(boards, self.version), 60.0)
+            await asyncio.wait_for(await_staged(boards, self.version), HANG_S)
         started = time.perf_counter()
         await self.engine.versioned.load(self.version, lambda: self.engine.load(manifest), in_flight)
         self.load_s.append(time.perf_counter() - started)
@@ -90,12 +95,6 @@ class Probe:
             said, log_probs = await self.engine.answer(PROMPT, tokens)
         assert len(log_probs) == len(said)
         return said, list(spans)
-
-    async def step_s(self) -> float:
-        """Return the seconds of a token while all ask, so that loads meet requests on a slow machine, too."""
-        started = time.perf_counter()
-        await asyncio.gather(*(self.answer(LONG) for _ in range(ASKERS)))
-        return (time.perf_counter() - started) / LONG
 
     async def ask(self, stop: asyncio.Event, seed: int, wrong: list[Any], counts: dict[str, int]) -> None:
         chance = random.Random(seed)
@@ -111,6 +110,7 @@ class Probe:
             if seen != runs or start != wanted or versions != sorted(set(versions)):
                 wrong.append({"tokens": tokens, "spans": spans, "wanted": wanted})
             counts["answers"] += 1
+            self.answered.set()
             counts["boundaries"] += len(spans) - 1
 
     async def swap(self, in_flight: str, stage: str, delay_s: float) -> dict[str, Any]:
@@ -151,14 +151,16 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
     torch.manual_seed(5)
     chance = random.Random(0)
     await probe.publish_next("keep")
-    pause_s = max(0.05, STEPS_BETWEEN * await probe.step_s())
     for in_flight, stage in WAYS:
         wrong: list[Any] = []
         stop, counts = asyncio.Event(), {"answers": 0, "boundaries": 0}
         askers = [asyncio.create_task(probe.ask(stop, seed, wrong, counts)) for seed in range(ASKERS)]
         probe.load_s.clear()
         for _ in range(publications):
-            await asyncio.sleep(chance.uniform(0, pause_s))
+            target = counts["answers"] + chance.randint(0, ANSWERS_BETWEEN)
+            while counts["answers"] < target:
+                probe.answered.clear()
+                await asyncio.wait_for(probe.answered.wait(), HANG_S)
             await probe.publish_next(in_flight, stage)
         stop.set()
         await asyncio.gather(*askers)

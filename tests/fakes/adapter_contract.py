@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from recipe.async_pipeline.weight_sync.engine_adapter import Delivered, EngineAdapter
-from recipe.async_pipeline.weight_sync.manifest import Manifest
-from recipe.async_pipeline.weight_sync.map_check import check_union
-from recipe.async_pipeline.weight_sync.proof import Prover, to_bytes
+from recipe.async_pipeline.weight_sync.engine.engine_adapter import Delivered, EngineAdapter
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
+from recipe.async_pipeline.weight_sync.proof.map_check import check_union
+from recipe.async_pipeline.weight_sync.proof.proof import Prover, to_bytes
 from tests.fakes.waiting import until
 
 PIECE_BYTES = 512

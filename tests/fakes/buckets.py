@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import xxhash
 
-from recipe.async_pipeline.weight_sync.arena import ArenaReader
-from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, TensorEntry
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader
+from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, TensorEntry
 
 SIZES = (64, 200, 8)
 

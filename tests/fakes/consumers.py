@@ -11,8 +11,8 @@ from typing import Any
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.fleet import Fleet, UpdateOutcome
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
+from recipe.async_pipeline.weight_sync.fleet.fleet import Fleet, UpdateOutcome
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 
 LOAD_TIMEOUT_S, RESTART_TIMEOUT_S, GRACE_S = 10.0, 50.0, 1.0
 LOAD_S, RESTART_S = 2.0, 20.0

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from recipe.async_pipeline.weight_sync.element_map import Piece, View
-from recipe.async_pipeline.weight_sync.engine_adapter import Computed, Expected
-from recipe.async_pipeline.weight_sync.manifest import TensorEntry
-from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter
+from recipe.async_pipeline.weight_sync.engine.engine_adapter import Computed, Expected
+from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
+from recipe.async_pipeline.weight_sync.memory.manifest import TensorEntry
+from recipe.async_pipeline.weight_sync.proof.element_map import Piece, View
 
 VOCABULARY, PADDED, HIDDEN, HEADS, KV_HEADS, HEAD, MLP, EXPERTS, INNER = 90, 96, 16, 4, 2, 4, 24, 4, 8
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.engines import Difference, EngineComparison, EngineTree
+from recipe.async_pipeline.installed.engines import EngineTree
+from recipe.async_pipeline.tools.contract import engines
+from recipe.async_pipeline.tools.contract.engines import Difference, EngineComparison
 
 GONE = Difference(
     name="vllm.v1.request:Request.num_output_tokens",

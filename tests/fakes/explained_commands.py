@@ -27,8 +27,7 @@ def run(commands: list[list[str]], number: int) -> None:
 if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import recipe.async_pipeline.verl_bridge.config_checks
-        import recipe.async_pipeline.verl_bridge.launch  # noqa: F401
+        import recipe.async_pipeline.verl_bridge.launch.prepare  # noqa: F401
     read: list[list[str]] = json.load(sys.stdin)
     printed = fork_ranks(partial(run, read), range(len(read))).values()
     sys.stdout.write("\nREPORT [" + ", ".join(printed) + "]\n")

@@ -17,10 +17,10 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
 from recipe.async_pipeline.verl_bridge.rollout.vllm.block_fp8 import BlockFp8
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
-from recipe.async_pipeline.weight_sync.engine_adapter import Computed, Expected
-from recipe.async_pipeline.weight_sync.manifest import TensorEntry
-from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter
-from recipe.async_pipeline.weight_sync.standby_conversion import Convert, Named
+from recipe.async_pipeline.weight_sync.engine.engine_adapter import Computed, Expected
+from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
+from recipe.async_pipeline.weight_sync.engine.standby_conversion import Convert, Named
+from recipe.async_pipeline.weight_sync.memory.manifest import TensorEntry
 from tests.fakes.vllm_models import as_rank, config_of
 
 QUANTIZED = {

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from recipe.async_pipeline.errors import ProofError
+from tests import HANG_S
 from tests.fakes.engine_trees import use_tree
 
 MODELS = (
@@ -97,9 +98,9 @@ def coverage(name: str, folder: Path, engine: Any) -> dict[str, Any]:
 
     `engine` is the module with `ranks_of`, which makes new adapters of a replica, and `checkpoint_name`.
     """
-    from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-    from recipe.async_pipeline.weight_sync.board import await_manifest
-    from recipe.async_pipeline.weight_sync.map_check import check_map
+    from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+    from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+    from recipe.async_pipeline.weight_sync.proof.map_check import check_map
     from tests.fakes import checkpoints
     from tests.fakes.adapter_contract import prove_first
 
@@ -110,7 +111,7 @@ def coverage(name: str, folder: Path, engine: Any) -> dict[str, Any]:
             engine.checkpoint_name(name): tensor.bfloat16() if name.endswith("sinks") else tensor
             for name, tensor in checkpoints.train(model, 1).items()
         }
-        manifest = await_manifest(writer.gather(1, weights.items()), 30)
+        manifest = await_manifest(writer.gather(1, weights.items()), HANG_S)
         ranks = engine.ranks_of(folder, SIZE)
         prove_first(ranks, manifest)
         found = [check_map(manifest, rank.commit(manifest, 1 << 20)).coverage for rank in ranks]

@@ -16,8 +16,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter, keep_weights_unpacked
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described
-from recipe.async_pipeline.weight_sync.engine_adapter import Delivered
-from recipe.async_pipeline.weight_sync.manifest import Manifest
+from recipe.async_pipeline.weight_sync.engine.engine_adapter import Delivered
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
 from tests.fakes.simulated_device import DEVICE, SimulatedDevice
 from tests.fakes.vllm_models import as_rank, config_of
 

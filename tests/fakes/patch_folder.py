@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipe.async_pipeline.patching import patched_tree
+from recipe.async_pipeline.tools.patches import patched_tree
 
 PRISTINE = {"verl/a.py": b"one\ntwo\nthree\n", "verl/b.py": b"x\ny\n"}
 FIRST = {"verl/a.py": b"one\nTWO\nthree\n"}

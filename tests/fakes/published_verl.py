@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipe.async_pipeline.patching import series, verl_source
+from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.tools.patches import verl_source
 
 
 def unpacked(folder: Path) -> Path:
     """Unpack the pinned verl into `folder`, and return its root."""
-    patches = series.patches_dir()
+    patches = patches_dir()
     stem = verl_source.read_pin(patches).stem
     verl_source.unpack(verl_source.fetch_sdist(patches), folder, top=stem)
     return folder / stem

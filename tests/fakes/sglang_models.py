@@ -28,9 +28,10 @@ from peft import LoraConfig, get_peft_model
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang import cpu_stubs
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.map_check import check_map
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.proof.map_check import check_map
+from tests import HANG_S
 from tests.fakes import checkpoints
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
 from tests.fakes.engine_trees import TREE
@@ -294,7 +295,7 @@ def main(folder: Path) -> None:
         parts = [part_of(name, tensor) for name, tensor in weights.items()]
         ticket = writer.gather_parts(next(versions), parts, config)
         assert ticket is not None
-        return await_manifest(ticket, 30)
+        return await_manifest(ticket, HANG_S)
 
     try:
         for name, size in CASES:

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from recipe.async_pipeline.weight_sync import memory_work
+from recipe.async_pipeline.weight_sync.memory import memory_work
 
 DEVICE = torch.device("cuda", 0)
 _aten = torch.ops.aten

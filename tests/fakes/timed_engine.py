@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.weight_sync.answer import Part
-from recipe.async_pipeline.weight_sync.versioned_engine import (
+from recipe.async_pipeline.weight_sync.engine.answer import Part
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import (
     AttemptOptions,
     AttemptTokens,
     Loaded,

@@ -19,13 +19,18 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from recipe.async_pipeline.weight_sync.arena import ArenaReader
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, VersionRequest
-from recipe.async_pipeline.weight_sync.host_slots import this_process
-from recipe.async_pipeline.weight_sync.manifest import Announcement, Failure, decode_announcement, joined
-from recipe.async_pipeline.weight_sync.shares import Bucket
-from recipe.async_pipeline.weight_sync.transport import header_of
-from tests import REPOSITORY
+from recipe.async_pipeline.weight_sync.hosts.host_memory import HostMemory, VersionRequest
+from recipe.async_pipeline.weight_sync.hosts.host_slots import this_process
+from recipe.async_pipeline.weight_sync.hosts.shares import Bucket
+from recipe.async_pipeline.weight_sync.hosts.transport import header_of
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader
+from recipe.async_pipeline.weight_sync.memory.manifest import (
+    Announcement,
+    Failure,
+    decode_announcement,
+    joined,
+)
+from tests import HANG_S, REPOSITORY
 from tests.fakes.waiting import until
 
 MOST = 0.8
@@ -56,7 +61,7 @@ class TrainingHost:
 
 @contextmanager
 def training_hosts(
-    commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str], limit_s: float
+    commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str]
 ) -> Iterator[list[TrainingHost]]:
     """Run a command on each host and wait for their sockets, `host-N` in the folder; all must end well."""
     processes = [
@@ -76,11 +81,10 @@ def training_hosts(
         until(
             lambda: all(host.exists() for host in hosts) or any(p.poll() is not None for p in processes),
             "a share of each host",
-            limit_s,
         )
         if all(host.exists() for host in hosts):
             yield [TrainingHost(host) for host in hosts]
-        errors = [process.communicate(timeout=limit_s)[1] for process in processes]
+        errors = [process.communicate(timeout=HANG_S)[1] for process in processes]
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
@@ -89,9 +93,7 @@ def training_hosts(
     assert [process.returncode for process in processes] == [0] * len(processes), errors
 
 
-async def versions_of(
-    hosts: Sequence[TrainingHost], count: int, limit_s: float
-) -> AsyncIterator[dict[str, torch.Tensor]]:
+async def versions_of(hosts: Sequence[TrainingHost], count: int) -> AsyncIterator[dict[str, torch.Tensor]]:
     """Yield the tensors of so many versions, as a consumer on another host gets them.
 
     Asserts that the hosts share no file and that each has a part only.
@@ -101,7 +103,7 @@ async def versions_of(
         for _ in range(count):
             shares = [replace(host.ask("ticket"), host=f"host {i}") for i, host in enumerate(hosts)]
             yield ArenaReader().tensors(
-                await memory.fetch(VersionRequest(joined(shares), hosts, limit_s), reader)
+                await memory.fetch(VersionRequest(joined(shares), hosts, HANG_S), reader)
             )
             files = [host.ask("files") for host in hosts]
             assert not set(files[0]) & set(files[1]) and all(files)

@@ -26,9 +26,9 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import keep_weights_unpacked
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
-from recipe.async_pipeline.weight_sync.engine_adapter import Expected
-from recipe.async_pipeline.weight_sync.manifest import TensorEntry
-from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter
+from recipe.async_pipeline.weight_sync.engine.engine_adapter import Expected
+from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
+from recipe.async_pipeline.weight_sync.memory.manifest import TensorEntry
 
 
 class Group(SimpleNamespace):

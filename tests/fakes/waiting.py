@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-DEADLINE_S = 60.0
+from tests import HANG_S
 
 
-def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.01)

@@ -14,6 +14,7 @@ import pytest
 from recipe.async_pipeline.gateway.claims import Claims
 from recipe.async_pipeline.gateway.registry import Sessions
 from recipe.async_pipeline.gateway.sessions import Session
+from tests import HANG_S
 from tests.fakes.agent_policy import END, LIMITS, FakePolicy
 
 httpx = pytest.importorskip("httpx")
@@ -201,7 +202,7 @@ async def test_a_body_that_is_too_large(serve: Serve) -> None:
 
 
 async def test_sessions_do_not_see_each_other(serve: Serve) -> None:
-    async with serve() as at, httpx.AsyncClient(base_url=at.url, timeout=30) as http:
+    async with serve() as at, httpx.AsyncClient(base_url=at.url, timeout=HANG_S) as http:
         others = [Session(FakePolicy(f"answer {i}"), LIMITS) for i in range(64)]
         sessions: Sessions = at.sessions
         for one in others:

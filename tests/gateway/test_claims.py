@@ -20,6 +20,7 @@ from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway import client
 from recipe.async_pipeline.gateway.claims import ClaimLost, Claims
 from recipe.async_pipeline.gateway.client import claimed
+from tests import HANG_S
 
 Serve = Callable[..., Any]
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
@@ -31,7 +32,7 @@ def post(url: str, key: str, path: str, body: Any) -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = Request(url.removesuffix("/v1") + path, json.dumps(body).encode(), headers)
     try:
-        with urlopen(request, timeout=10) as answer:
+        with urlopen(request, timeout=HANG_S) as answer:
             return answer.status, json.loads(answer.read())
     except HTTPError as error:
         with error:
@@ -153,7 +154,7 @@ async def test_the_client_claims_renews_and_finishes(
                         continue
                     assert (task.shown, task.base_url) == ({"messages": [], "seed": 3}, "http://x/v1")
                     assert task.unix_socket == "/a/b"
-                    assert enough.wait(50)
+                    assert enough.wait(HANG_S)
                     task.reward = 0.25
                 return
 

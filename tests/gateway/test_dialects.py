@@ -17,6 +17,7 @@ from recipe.async_pipeline.gateway.conversation import identities
 from recipe.async_pipeline.gateway.dialects import DIALECTS, GROUPS, parameter_table
 from recipe.async_pipeline.gateway.sessions import Session
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Ask, Form
+from tests import HANG_S
 from tests.fakes.agent_policy import END, LIMITS, FakePolicy
 
 openai = pytest.importorskip("openai")
@@ -192,7 +193,7 @@ async def test_an_answer_that_no_client_has_received_is_neither_trained_nor_scor
 ) -> None:
     async with serve(FakePolicy("one", "late", "two"), keep_alive_s=60.0) as at:
         options: dict[str, Any] = {"stream": stream, "max_retries": 0}
-        client = CLIENTS[api](at.url, at.session.keys.model, timeout=60.0, **options)
+        client = CLIENTS[api](at.url, at.session.keys.model, timeout=HANG_S, **options)
         await client.say([("user", "go")])
         at.policy.gate.clear()
         hasty = CLIENTS[api](at.url, at.session.keys.model, timeout=0.2, **options)
@@ -215,7 +216,7 @@ async def test_an_answer_that_no_client_has_received_is_neither_trained_nor_scor
 async def test_a_stream_is_kept_open_while_the_answer_is_written(serve: Serve, api: str) -> None:
     async with serve(FakePolicy("slow"), keep_alive_s=0.02) as at:
         at.policy.gate.clear()
-        client = CLIENTS[api](at.url, at.session.keys.model, stream=True, timeout=2.0, max_retries=0)
+        client = CLIENTS[api](at.url, at.session.keys.model, stream=True, timeout=HANG_S, max_retries=0)
         asking = asyncio.create_task(client.say([("user", "go")]))
         await asyncio.sleep(0.3)
         at.policy.gate.set()

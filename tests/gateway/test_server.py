@@ -17,6 +17,7 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn")
 from recipe.async_pipeline.config.agentic import MAX_UNIX_DIR  # noqa: E402
 from recipe.async_pipeline.gateway.server import GatewayServer  # noqa: E402
+from tests import HANG_S
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -121,7 +122,7 @@ def test_the_longest_folder_of_the_configuration_leaves_room_for_the_name() -> N
 
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         folder = f"{place}/{'a' * (MAX_UNIX_DIR - len(place) - 1)}"
-        asyncio.run(asyncio.wait_for(test(folder), 30))
+        asyncio.run(asyncio.wait_for(test(folder), HANG_S))
 
 
 def test_a_server_that_was_not_started_stops() -> None:

@@ -14,6 +14,7 @@ from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.errors import ConservationError, StalenessViolation
 from recipe.async_pipeline.observe.accounting import AccountingError
 from recipe.async_pipeline.observe.observers import ACCOUNT, LOST, RETRY_S, Observers
+from tests import HANG_S
 from tests.fakes.trainer import SimTrainer
 
 
@@ -85,7 +86,7 @@ def test_threads_that_fail_together_are_reported_once() -> None:
     together = threading.Barrier(4)
 
     def fail() -> Any:
-        together.wait(10)
+        together.wait(HANG_S)
         raise ValueError("x")
 
     call = observers.guard("meter", fail, lost="without it")
@@ -93,7 +94,7 @@ def test_threads_that_fail_together_are_reported_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANG_S)
     assert len(said) == 1
 
 

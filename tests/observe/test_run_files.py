@@ -6,7 +6,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipe.async_pipeline.observe.run_files import rows_until, run_of, set_aside, set_aside_run
+from recipe.async_pipeline.observe.run_files import (
+    events_of_steps,
+    rows_until,
+    run_of,
+    set_aside,
+    set_aside_run,
+)
 
 
 def test_set_aside_uses_the_next_free_number(tmp_path: Path) -> None:
@@ -58,3 +64,15 @@ def test_run_of_returns_the_run_id_of_a_ledger(tmp_path: Path) -> None:
     assert run_of(path) is None
     path.write_text("[" * 200_000 + "\n")
     assert run_of(path) is None
+
+
+def test_the_events_of_a_run_are_the_ones_of_its_last_steps(tmp_path: Path) -> None:
+    newest = tmp_path / "events.jsonl"
+    assert events_of_steps(tmp_path) == newest
+    for number in (1, 2, 10, 11):
+        trained = {"event": "TRAINED" if number in (2, 10) else "START"}
+        (tmp_path / f"events.{number}.jsonl").write_text(json.dumps(trained) + "\n")
+    newest.write_text(json.dumps({"event": "START"}) + "\n")
+    assert events_of_steps(tmp_path) == tmp_path / "events.10.jsonl"
+    newest.write_text(json.dumps({"event": "TRAINED"}) + "\n")
+    assert events_of_steps(tmp_path) == newest

@@ -183,6 +183,18 @@ def test_a_remote_error_without_a_cause_shows_its_last_line() -> None:
     assert one_line(RemoteError(text)) == "RemoteError: ValueError: bad prompt"
 
 
+def test_an_actor_that_dies_when_it_is_made_shows_the_reason_and_the_actor() -> None:
+    text = (
+        "The actor died because of an error raised in its creation task, "
+        "\x1b[36mray::PushAgentLoopWorker.__init__()\x1b[39m (pid=7, ip=10.0.0.1)\n"
+        '  File "loop.py", line 3, in __init__\n'
+        "    tools = open(path)\n"
+        "FileNotFoundError: [Errno 2] No such file or directory: 'tools.yaml'\n"
+    )
+    reason = "FileNotFoundError: [Errno 2] No such file or directory: 'tools.yaml'"
+    assert one_line(RemoteError(text)) == f"RemoteError: in PushAgentLoopWorker.__init__: {reason}"
+
+
 @pytest.mark.parametrize(
     ("error", "shown"),
     [

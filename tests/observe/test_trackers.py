@@ -12,8 +12,7 @@ import pytest
 from recipe.async_pipeline.core.retry import Retry
 from recipe.async_pipeline.observe.observers import Observers
 from recipe.async_pipeline.observe.trackers import ServiceCalls, Trackers
-
-WAIT_S = 20.0
+from tests import HANG_S
 
 
 class Service:
@@ -28,7 +27,7 @@ class Service:
     def call(self, number: int) -> Callable[[], None]:
         def take() -> None:
             self.called.set()
-            assert self.answers.wait(WAIT_S)
+            assert self.answers.wait(HANG_S)
             if self.failures:
                 self.failures -= 1
                 raise ConnectionError("503")
@@ -39,7 +38,7 @@ class Service:
 
     def wait_for(self, calls: int) -> None:
         for _ in range(calls):
-            assert self.complete.acquire(timeout=WAIT_S)
+            assert self.complete.acquire(timeout=HANG_S)
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_a_service_that_hangs_holds_up_one_call_for_a_while_and_no_other(observe
     service.answers.clear()
     for number in range(5):
         deliver(service.call(number))
-    assert service.called.wait(WAIT_S)
+    assert service.called.wait(HANG_S)
     service.answers.set()
     service.wait_for(5)
     assert service.got == list(range(5)) and observers.off == {}
@@ -105,7 +104,7 @@ def test_a_service_that_hangs_holds_up_one_call_for_a_while_and_no_other(observe
     service.answers.clear()
     service.called.clear()
     deliver(service.call(5))
-    assert service.called.wait(WAIT_S)
+    assert service.called.wait(HANG_S)
     now[0] = 61.0
     deliver(service.call(6))
     assert observers.off == {"the tracker x": "TimeoutError: no answer for 60 s"}

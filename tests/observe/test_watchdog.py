@@ -13,9 +13,7 @@ from pathlib import Path
 
 from recipe.async_pipeline.core.diagnosis import Diagnosis
 from recipe.async_pipeline.observe.watchdog import Watchdog, stacks
-
-DEADLINE_S = 60
-"""Time limit that only a broken watchdog reaches."""
+from tests import HANG_S
 
 
 class Clock:
@@ -63,8 +61,8 @@ async def test_the_thread_detects_a_blocking_call(tmp_path: Path) -> None:
 
     with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=0.02, say=lambda line: reported.set()):
         await asyncio.sleep(0)
-        assert reported.wait(10), "this call blocks the loop until the watchdog has reported it"
-    assert "reported.wait(10)" in (tmp_path / "diagnosis.txt").read_text()
+        assert reported.wait(HANG_S), "this call blocks the loop until the watchdog has reported it"
+    assert "reported.wait(HANG_S)" in (tmp_path / "diagnosis.txt").read_text()
 
 
 async def test_a_call_that_holds_the_gil_is_detected_too(tmp_path: Path) -> None:
@@ -84,9 +82,9 @@ async def test_a_call_that_holds_the_gil_is_detected_too(tmp_path: Path) -> None
             super().look()
 
     with Armed(path, stalled_after_s=0.02, say=lambda line: None):
-        assert await asyncio.to_thread(armed.wait, DEADLINE_S)
+        assert await asyncio.to_thread(armed.wait, HANG_S)
         assert (
-            ctypes.PyDLL(None).poll(struct.pack("iHH", reader, select.POLLIN, 0), 1, DEADLINE_S * 1000) == 1
+            ctypes.PyDLL(None).poll(struct.pack("iHH", reader, select.POLLIN, 0), 1, int(HANG_S * 1000)) == 1
         )
     written = os.read(reader, 1 << 16).decode()
     os.close(reader)
@@ -131,11 +129,11 @@ def test_stacks_begin_with_the_requested_thread() -> None:
 
     def wait_here() -> None:
         at_work.set()
-        done.wait(10)
+        done.wait(HANG_S)
 
     thread = threading.Thread(target=wait_here, name="busy")
     thread.start()
-    at_work.wait(10)
+    at_work.wait(HANG_S)
     assert thread.ident is not None
     text = stacks(thread.ident)
     done.set()

@@ -17,16 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.patching import patched_tree, series, verl_source
-from tests import REPOSITORY
+from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.tools.patches import patched_tree, verl_source
+from tests import HANG_S, REPOSITORY
 
 pytestmark = pytest.mark.real_engine
 
 PROBES = Path(__file__).with_name("probes.py")
-LIMIT_S = 480.0
-"""A tree. Seen on two shared cores: 40 s for both, two minutes when overloaded; nearly all of it is
-imports.
-"""
 
 Results = Mapping[str, str | None]
 
@@ -34,7 +31,7 @@ Results = Mapping[str, str | None]
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     """What every probe said of the pristine and of the patched tree: None, or its error."""
-    folder = series.patches_dir()
+    folder = patches_dir()
     scratch = tmp_path_factory.mktemp("trees")
     stem = verl_source.read_pin(folder).stem
     roots = {name: scratch / name / stem for name in ("pristine", "patched")}
@@ -45,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     running = {name: _start(root, scratch / f"{name}.json") for name, root in roots.items()}
     try:
         for name, process in running.items():
-            output, _ = process.communicate(timeout=LIMIT_S)
+            output, _ = process.communicate(timeout=HANG_S)
             assert process.returncode == 0, f"the probes of the {name} tree ended with:\n{output[-3000:]}"
     finally:
         for process in running.values():

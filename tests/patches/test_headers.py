@@ -10,7 +10,8 @@ import re
 import pytest
 
 import recipe.async_pipeline
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.installed.patch_state import FILE, patches_dir
+from recipe.async_pipeline.tools.patches import series
 from tests import REPOSITORY
 
 FOLDER = REPOSITORY / "patches"
@@ -18,7 +19,12 @@ SERIES = series.load_series(FOLDER)
 
 
 def test_the_folder_is_found_from_the_code() -> None:
-    assert series.patches_dir() == FOLDER
+    assert patches_dir() == FOLDER
+
+
+def test_the_recorded_ids_are_the_ones_of_the_series() -> None:
+    remedy = "run `bash run_scripts/fix.sh`"
+    assert (FOLDER / FILE).read_text(encoding="utf-8") == series.recorded_ids(FOLDER), remedy
 
 
 def test_series_lists_exactly_the_patches_there_are() -> None:

@@ -15,10 +15,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recipe.async_pipeline.installed.verl import find_verl_root
 from recipe.async_pipeline.lab.tasks.data import write_rows
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.observe.table import MARK
-from recipe.async_pipeline.patching.verl_source import find_verl_root
 from tests import REPOSITORY
 from tests.conftest import Load
 
@@ -66,7 +66,7 @@ def smoke(base: DictConfig, task: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def launch(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.verl_bridge.launch")
+    return load("recipe.async_pipeline.verl_bridge.launch.prepare")
 
 
 def refused(launch: ModuleType, config: DictConfig, capsys: pytest.CaptureFixture[str]) -> str:

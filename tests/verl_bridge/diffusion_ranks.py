@@ -37,8 +37,9 @@ from recipe.async_pipeline.verl_bridge.workers.diffusion_model import (
 )
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks
 from recipe.async_pipeline.verl_bridge.workers.shards import held_by
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from tests import HANG_S
 from tests.fakes.adapter_contract import prove_first
 from tests.fakes.forked_ranks import fork_ranks
 from tests.fakes.tiny_flow import tiny_conditions, tiny_folder, tiny_sd3
@@ -196,7 +197,7 @@ def run_rank(rank: int, *, cell: str, folder: Path) -> None:
     assert held is not None and (held.adapter is not None) == bool(rank_of_adapter)
     ticket = ranks.share(writer.gather_parts(1, held.parts, held.adapter))
     assert ticket is not None
-    manifest = await_manifest(ticket, 60)
+    manifest = await_manifest(ticket, HANG_S)
     served = tiny_sd3(0 if rank_of_adapter else 9)
     proved = prove_first([TransformerAdapter(served, torch.device("cpu"))], manifest)
     with torch.no_grad():

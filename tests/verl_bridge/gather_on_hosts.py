@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, part_of
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_announcement
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket, encode
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_announcement
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket, encode
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX, SHM_DIR
+from tests import HANG_S
 from tests.fakes.forked_ranks import fork_ranks
 from tests.fakes.sharded_model import VERSIONS, make_model, train
 
@@ -29,7 +30,7 @@ BUCKET_BYTES = 512
 
 def serve(listener: Listener, ticket: WeightTicket) -> None:
     """Answer requests for this host's share of one version until a client asks for the next."""
-    reader, found = ArenaReader(), await_announcement(ticket, 30)
+    reader, found = ArenaReader(), await_announcement(ticket, HANG_S)
     while True:
         with listener.accept() as client:
             what, *arguments = client.recv()

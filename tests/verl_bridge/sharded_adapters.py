@@ -19,9 +19,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, assembled, held_by
 from recipe.async_pipeline.verl_bridge.workers.training_worker import PipelineWorker
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
+from recipe.async_pipeline.weight_sync.engine.shard_load import load_parts, prove_parts, require_same_adapter
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from tests import HANG_S
 
 
 def make_engine(mesh: Any) -> Any:
@@ -66,7 +67,7 @@ def run_rank(rank: int, *, count: int, file: str) -> None:
     assert mine is not None and mine.adapter is not None
     ticket = ranks.share(writer.gather_parts(1, mine.parts, mine.adapter))
     assert ticket is not None
-    manifest = await_manifest(ticket, 30)
+    manifest = await_manifest(ticket, HANG_S)
     published = ArenaReader().tensors(manifest)
 
     held = held_by(copy, replicated=True)

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, part_of
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Manifest
-from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.engine.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
+from tests import HANG_S
 from tests.fakes.sharded_model import make_model
 
 
@@ -62,12 +63,12 @@ def run_rank(rank: int, *, count: int, file: str) -> None:
             writer.gather_parts(version, [part_of(name, weight) for name, weight in weights.items()])
         )
         assert ticket is not None
-        load_back(copy, await_manifest(ticket, 30), version)
+        load_back(copy, await_manifest(ticket, HANG_S), version)
         ranks.barrier()
 
         whole = {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()}
         if rank == 0:
-            manifest = await_manifest(ticket, 30)
+            manifest = await_manifest(ticket, HANG_S)
             reader = ArenaReader()
             reader.verify(manifest)
             for name, found in reader.tensors(manifest).items():

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-import recipe.async_pipeline.verl_bridge as bridge
 from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
-from recipe.async_pipeline.verl_bridge import hooks, trainer
+from recipe.async_pipeline.verl_bridge import hooks, launch, process, trainer
 from tests import REPOSITORY
 
 
@@ -39,8 +38,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(package, name, module, raising=False)
 
-    replace(bridge, "launch", "prepare", "adopt", "check_cluster", "start_sample_store")
-    replace(bridge, "interrupts", "wait_for")
+    replace(launch, "prepare", "prepare", "adopt", "check_cluster", "start_sample_store")
+    replace(process, "interrupts", "wait_for")
     replace(trainer, "registration", "begin")
     return made
 
@@ -98,7 +97,7 @@ def test_names_of_a_command_line_need_not_be_ascii() -> None:
 def test_with_either_switch_the_config_is_prepared(calls: list[tuple[Any, ...]], switch: str) -> None:
     asked = config(**{switch: True})
     hooks.prepare(asked)
-    assert calls == [("launch.prepare", asked)]
+    assert calls == [("prepare.prepare", asked)]
 
 
 @pytest.mark.parametrize("values", [{}, {"async_pipeline": False}, {"async_pipeline": None}])
@@ -137,14 +136,14 @@ def test_a_broken_installation_is_one_line_if_the_switch_is_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: Exception
 ) -> None:
     class Broken:
-        """Stands where `launch` is looked for."""
+        """Stands where `launch.prepare` is looked for."""
 
         def find_spec(self, name: str, *args: Any) -> None:
-            if name.endswith("verl_bridge.launch"):
+            if name.endswith("verl_bridge.launch.prepare"):
                 raise broken
 
-    monkeypatch.delitem(sys.modules, f"{bridge.__name__}.launch", raising=False)
-    monkeypatch.delattr(bridge, "launch", raising=False)
+    monkeypatch.delitem(sys.modules, f"{launch.__name__}.prepare", raising=False)
+    monkeypatch.delattr(launch, "prepare", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     hooks.prepare(config())
     with pytest.raises(SystemExit) as ended:
@@ -160,8 +159,8 @@ def test_a_pipeline_run_is_begun_and_awaited(calls: list[tuple[Any, ...]]) -> No
     hooks.wait_for("running", ours)
     hooks.begin(ours)
     assert calls == [
-        ("launch.check_cluster", ours),
-        ("launch.start_sample_store", ours),
+        ("prepare.check_cluster", ours),
+        ("prepare.start_sample_store", ours),
         ("interrupts.wait_for", "running", 30.0),
         ("registration.begin", ours),
     ]
@@ -182,7 +181,7 @@ def test_the_cause_is_one_line_if_the_trainer_cannot_begin(
 def test_a_run_of_an_unpatched_verl_is_adopted(calls: list[tuple[Any, ...]]) -> None:
     ours = config(trainer__v1__trainer_mode="async_pipeline")
     hooks.adopt(ours)
-    assert calls == [("launch.adopt", ours), ("registration.begin", ours)]
+    assert calls == [("prepare.adopt", ours), ("registration.begin", ours)]
 
 
 @pytest.mark.parametrize("error", [ConfigError("a wrong key"), PatchedVerlRequired("verl/a.py is diverged")])
@@ -195,7 +194,7 @@ def test_the_cause_is_one_line_if_a_run_cannot_be_adopted(
     def adopt(config: DictConfig) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules[f"{bridge.__name__}.launch"], "adopt", adopt)
+    monkeypatch.setattr(sys.modules[f"{launch.__name__}.prepare"], "adopt", adopt)
     with pytest.raises(type(error)):
         hooks.adopt(config(trainer__v1__trainer_mode="async_pipeline"))
     assert capsys.readouterr().out == f"{MARK} cause: {error}\n"
@@ -210,7 +209,7 @@ def test_a_trainer_of_verls_is_left_alone(calls: list[tuple[Any, ...]]) -> None:
 
 
 def test_the_front_door_loads_nothing_heavy() -> None:
-    heavy = {"torch", "verl", "ray", "vllm", "transformers", f"{bridge.__name__}.launch"}
+    heavy = {"torch", "verl", "ray", "vllm", "transformers", f"{launch.__name__}.prepare"}
     code = f"import sys, {hooks.__name__}; print(*sorted({heavy!r} & set(sys.modules)))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)

@@ -38,7 +38,7 @@ def overrides_of(keys: dict[str, Any], model: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("diffusers")
-    load("recipe.async_pipeline.verl_bridge.launch")
+    load("recipe.async_pipeline.verl_bridge.launch.prepare")
     return tiny_folder(tmp_path_factory.mktemp("pipeline") / "model")
 
 

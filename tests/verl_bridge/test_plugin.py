@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
 import sys
 
 import pytest
 
+from tests import REPOSITORY
 from tests.conftest import Load
 
 
@@ -23,7 +25,7 @@ def test_the_entry_point_names_a_module_of_this_package() -> None:
 def test_importing_verl_loads_the_plugin(load: Load) -> None:
     load("verl")
     assert "recipe.async_pipeline.verl_bridge.plugin" in sys.modules
-    load("recipe.async_pipeline.verl_bridge.plugin_state").require_loaded()
+    load("recipe.async_pipeline.verl_bridge.process.plugin_state").require_loaded()
 
 
 @pytest.mark.real_engine
@@ -50,6 +52,22 @@ def test_cuda_engines_are_used_on_the_cpu_platform_only(
     found = os.environ.get("VERL_ENGINE_DEVICE")
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
     assert found == after
+
+
+@pytest.mark.real_engine
+def test_on_the_cpu_platform_a_process_without_an_engine_imports_none() -> None:
+    code = (
+        "import sys, verl.trainer.ppo.v1; print(*sorted({'vllm', 'sglang', 'megatron'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "VERL_PLATFORM": "cpu"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == []
 
 
 @pytest.mark.real_engine

@@ -32,6 +32,14 @@ def test_each_row_says_what_why_and_until_when() -> None:
     assert len(places) == len(set(places)), "a name has one replacement"
 
 
+def test_the_readme_counts_patches_and_replacements() -> None:
+    series = (REPOSITORY / "patches" / "series").read_text("utf-8").splitlines()
+    patches = [line for line in series if line and not line.startswith("#")]
+    readme = " ".join((REPOSITORY / "README.md").read_text("utf-8").split())
+    assert f"{len(patches)} small [patches]" in readme
+    assert f"and {len(ROWS)} names of verl and the engines that are [replaced]" in readme
+
+
 def test_each_replacement_exists() -> None:
     wrong = []
     for row in ROWS:

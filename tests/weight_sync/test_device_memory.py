@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Manifest, WeightTicket
-from recipe.async_pipeline.weight_sync.memory_work import copy_all
-from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.engine.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader, ArenaWriter, HeldBlock
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest, WeightTicket
+from recipe.async_pipeline.weight_sync.memory.memory_work import copy_all
+from tests import HANG_S
 from tests.fakes.simulated_device import DEVICE, SimulatedDevice, WrongMemory, simulated_device
 
 Weights = dict[str, torch.Tensor]
@@ -87,7 +88,7 @@ def test_what_is_on_the_device_is_published(
 ) -> None:
     """The first version has new memory, the second too, the third reuses the first one's."""
     for version in range(1, 4):
-        manifest = await_manifest(gather(writer, version, on_device(weights(version))), 30)
+        manifest = await_manifest(gather(writer, version, on_device(weights(version))), HANG_S)
         assert different(manifest, version) == []
         ArenaReader().verify(manifest)
     # Whole tensors arrive one by one; the first version tells how much of the memory is used.
@@ -101,14 +102,14 @@ def test_a_version_is_not_published_before_its_copies_end(
     """The tests above would see it if the trainer did not wait."""
     with monkeypatch.context() as hasty:
         hasty.setattr(torch.cuda, "synchronize", lambda: None)
-        manifest = await_manifest(gather(writer, 1, on_device(weights(1))), 30)
+        manifest = await_manifest(gather(writer, 1, on_device(weights(1))), HANG_S)
     assert set(different(manifest, 1)) == set(weights(1))
 
 
 def test_the_trainers_tensors_may_be_in_both_memories(device: SimulatedDevice, writer: ArenaWriter) -> None:
     mixed = weights(1) | {"embed": weights(1)["embed"].to(DEVICE)}
-    assert different(await_manifest(gather_parts(writer, 1, mixed), 30), 1) == []
-    assert different(await_manifest(gather_whole(writer, 2, mixed), 30), 1) == []
+    assert different(await_manifest(gather_parts(writer, 1, mixed), HANG_S), 1) == []
+    assert different(await_manifest(gather_whole(writer, 2, mixed), HANG_S), 1) == []
 
 
 # A model of the trainer's own kind, as pools for log-probs have.
@@ -117,7 +118,7 @@ def test_the_trainers_tensors_may_be_in_both_memories(device: SimulatedDevice, w
 def test_a_model_on_the_device_takes_and_proves_a_version(
     device: SimulatedDevice, writer: ArenaWriter
 ) -> None:
-    manifest = await_manifest(gather_whole(writer, 7, on_device(weights(7))), 30)
+    manifest = await_manifest(gather_whole(writer, 7, on_device(weights(7))), HANG_S)
     held = on_device(weights(8))
     load_parts(7, ArenaReader().tensors(manifest), parts_of(held))
     assert prove_parts(manifest, parts_of(held)) == len(held)

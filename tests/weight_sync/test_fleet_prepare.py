@@ -13,10 +13,15 @@ import pytest
 from recipe.async_pipeline.config.weight_sync import SHORT_COMMIT_S, concurrent_loads
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import ProofError, WaitTimeout
-from recipe.async_pipeline.weight_sync.fleet import Fleet
-from recipe.async_pipeline.weight_sync.keeper import CHECK_EVERY_S
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
-from recipe.async_pipeline.weight_sync.registry import LATE_FACTOR, LATE_GRACE_S, ConsumerState, LoadPhase
+from recipe.async_pipeline.weight_sync.fleet.fleet import Fleet
+from recipe.async_pipeline.weight_sync.fleet.keeper import CHECK_EVERY_S
+from recipe.async_pipeline.weight_sync.fleet.registry import (
+    LATE_FACTOR,
+    LATE_GRACE_S,
+    ConsumerState,
+    LoadPhase,
+)
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 from tests.fakes.consumers import (
     GRACE_S,
     LOAD_S,

@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
 def render_audit(found: Audit, failed: Sequence[KeptOutput] = ()) -> list[str]:
     """Return the result as lines of text. `failed`: the failed attempts at episodes that the run has kept."""
+    if found.ok and found.processes == 0:
+        return ["run          ended before its first step; its ledger has no record", *_attempts(failed)]
     state = {"completed": "completed", "running": "has not ended, or was killed"}.get(
         found.status, found.status
     )

@@ -57,7 +57,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.tools.cli.episodes", "print trained episodes of a run as text, the worst first"
     ),
     "explain": Subcommand(
-        "recipe.async_pipeline.cli.explain", "print the plan of a training command without starting Ray"
+        "recipe.async_pipeline.tools.cli.explain", "print the plan of a training command without starting Ray"
     ),
     "ledger": Subcommand(
         "recipe.async_pipeline.cli.ledger", "verify that a run lost no prompt and trained none twice"

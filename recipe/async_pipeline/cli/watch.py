@@ -35,8 +35,8 @@ from ..observe.run_files import set_aside
 from ..observe.table import MARK, TRANSIENT
 from ..processes import WATCH_PID, adopt_orphans, descendants, end_all, end_signals, send_signal
 from ..redaction import LineRedactor
-from ..verl_bridge.verl_keys import near_key
-from ..weight_sync.segment_names import sweep_orphans
+from ..verl_bridge.rules.verl_keys import near_key
+from ..weight_sync.memory.segment_names import sweep_orphans
 
 STOP_S = 20.0
 """Seconds for an interrupted command to end by itself."""

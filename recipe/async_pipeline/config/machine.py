@@ -13,7 +13,6 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,8 +68,8 @@ def states(
 
 def require_machine(
     *, needed_shm_bytes: int | None, store_bytes: int | None, temporary: str | None
-) -> Iterator[str]:
-    """Yield a line for each need that a run may do without.
+) -> tuple[str, ...]:
+    """Return a line for each need that a run may do without.
 
     Raises ConfigError with a line for each that it cannot. Arguments: see `states`.
     """
@@ -78,7 +77,7 @@ def require_machine(
     lacking = [state for state in found if state.remedy]
     if fatal := [f"{state.detail}; {state.remedy}" for state in lacking if state.fatal]:
         raise ConfigError(*fatal)
-    yield from (f"WARNING: {state.detail}; {state.remedy}" for state in lacking)
+    return tuple(f"WARNING: {state.detail}; {state.remedy}" for state in lacking)
 
 
 def home() -> MachineState:

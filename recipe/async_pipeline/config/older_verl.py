@@ -8,17 +8,20 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..errors import ConfigError
 from .adapters import MODEL, publishes_adapters
 from .paths import MODE, OWN, PATCH_FREE, select
 from .refusals import Refusal
-from .rollout_correction import correcting_loss
+from .rollout_correction import IS_LEVELS, correcting_loss
 
 WHOLE = ("model", "optimizer", "extra")
 """What a checkpoint of verl must hold for an exact resume."""
 
+PRECISIONS = {"float16": "fp16", "float32": "fp32"}
+"""Values of FSDP's `dtype` other than the default, as `mixed_precision` has them."""
 VERLS_ENGINES = ("nccl", "hccl", "nixl", "mooncake", "kimi_ckpt_engine")
 """verl's own transports of weights."""
 
@@ -37,7 +40,9 @@ class Moved(NamedTuple):
     keeps: bool = False
     """Whether the word remains, too."""
     convert: Callable[[str], str | None] = lambda value: value
-    """Returns what a value becomes; None if the word remains, for other checks to refuse it."""
+    """Returns what a value becomes: None if the word remains, for other checks to refuse it; nothing if it is
+    left out.
+    """
 
 
 def _gone(why: str) -> Moved:
@@ -54,8 +59,13 @@ def _unset(value: Any) -> bool:
     return value is None
 
 
-def _token_weights(applied: str) -> str | None:
-    return {"true": "token", "false": "null"}.get(applied.lower())
+def _weights(applied: str) -> str | None:
+    return {"true": "token", "false": "null", "sequence": "sequence"}.get(applied.lower())
+
+
+def _without(*values: str) -> Callable[[str], str]:
+    """Leave some values out; `verl_options.RULES` refuses the others."""
+    return lambda value: "" if value.lower() in values else value
 
 
 def _truncated_at(cap: str) -> str | None:
@@ -66,6 +76,7 @@ def _truncated_at(cap: str) -> str | None:
 
 
 _CORRECTION = "algorithm.rollout_correction"
+IS_LEVEL, IS_MODE, IS_VETO = (f"algorithm.rollout_is_{name}" for name in ("level", "mode", "veto_threshold"))
 _RM, _NEW_RM = "reward_model", "reward.reward_model"
 _OVERLONG, _LONGEST = "reward.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.max_resp_len"
 _SERVED = _gone("an engine serves the reward model, with reward.reward_model.rollout")
@@ -89,7 +100,7 @@ MOVED: Mapping[str, Moved] = {
     f"{_RM}.reward_manager": Moved("reward.reward_manager.name"),
     f"{_RM}.reward_loop_source": Moved("reward.reward_manager.source"),
     f"{_RM}.reward_loop_module_path": Moved("reward.reward_manager.module.path"),
-    f"{_RM}.reward_loop_class_name": Moved("reward.reward_manager.module.name"),
+    f"{_RM}.reward_loop_class_name": Moved("reward.reward_manager.name"),
     f"{_RM}.enable": Moved(f"{_NEW_RM}.enable"),
     f"{_RM}.enable_resource_pool": Moved(f"{_NEW_RM}.enable_resource_pool"),
     f"{_RM}.n_gpus_per_node": Moved(f"{_NEW_RM}.n_gpus_per_node"),
@@ -103,6 +114,7 @@ MOVED: Mapping[str, Moved] = {
     f"{_RM}.model.use_remove_padding": _SERVED,
     f"{_RM}.model.fsdp_config": _SERVED,
     f"{_RM}.model.trust_remote_code": _SERVED,
+    f"{_RM}.model.external_lib": _SERVED,
     f"{_RM}.micro_batch_size": _SERVED,
     f"{_RM}.micro_batch_size_per_gpu": _SERVED,
     f"{_RM}.use_dynamic_bsz": _SERVED,
@@ -117,6 +129,8 @@ MOVED: Mapping[str, Moved] = {
     f"{_ACTOR}.router_replay": Moved(f"{_ACTOR}.megatron.router_replay"),
     f"{_ACTOR}.policy_loss.tau_pos": Moved(f"{_ACTOR}.tau_pos"),
     f"{_ACTOR}.policy_loss.tau_neg": Moved(f"{_ACTOR}.tau_neg"),
+    f"{_ACTOR}.grad_clip": Moved(f"{_ACTOR}.optim.clip_grad"),
+    "critic.grad_clip": Moved("critic.optim.clip_grad"),
     f"{_ACTOR}.fsdp_config.strategy": Moved(
         f"{_ACTOR}.strategy", "the engine is chosen there, not by its section", keeps=True
     ),
@@ -127,8 +141,12 @@ MOVED: Mapping[str, Moved] = {
     "trainer.use_legacy_worker_impl": _gone("verl has one implementation of its workers"),
     "trainer.default_hdfs_dir": _gone("verl's V1 trainer copies no checkpoint"),
     # Truncated importance sampling: verl up to 0.6.
-    "algorithm.rollout_is": Moved(f"{_CORRECTION}.rollout_is", convert=_token_weights),
+    "algorithm.rollout_is": Moved(f"{_CORRECTION}.rollout_is", convert=_weights),
     "algorithm.rollout_is_threshold": Moved(f"{_CORRECTION}.rollout_is_threshold"),
+    "algorithm.rollout_is_threshold_lower": _gone("weights had a lower bound with rollout_is_mode=mask only"),
+    IS_LEVEL: Moved(f"++{IS_LEVEL}", f"{_CORRECTION}.rollout_is has the level", convert=_without(*IS_LEVELS)),
+    IS_MODE: Moved(f"++{IS_MODE}", "rollout_is truncates weights", convert=_without("truncate")),
+    IS_VETO: Moved(f"++{IS_VETO}", "it vetoes nothing", convert=_without("null")),
     f"{_ACTOR}.tis_imp_ratio_cap": Moved(_CORRECTION, convert=_truncated_at),
     "data.continuous_token": _gone("tokens of a conversation are always continued, by the type of the model"),
     "algorithm.filter_groups.max_num_gen_batches": _gone("prompts are drawn until a step is full"),
@@ -189,10 +207,12 @@ def modernised(
     """Return a command line as this verl understands it, and a note on each word that changed.
 
     `has` says whether verl's configuration has a key, so that a `+` before it is left out.
+
+    Raises ConfigError if an old key and the present one have different values.
     """
-    words = list(overrides)
-    given = {_key(word) for word in words}
-    found, notes = [], list[str]()
+    words = [*_with_level(overrides)]
+    given = {_key(word): word.partition("=")[2] for word in words}
+    found, notes, problems = [], list[str](), list[str]()
     for word in words:
         key, (path, moved) = _key(word), _moved(_key(word))
         value = word.partition("=")[2]
@@ -202,21 +222,42 @@ def modernised(
             notes += [why] if why else []
             continue
         now, becomes = f"{moved.now}{key.removeprefix(path)}" if moved.now else "", moved.convert(value)
+        present = now.lstrip("+")
         rest = [word] if moved.keeps or becomes is None else []
-        if not now:
+        if not now or becomes == "":
             notes.append(f"ignored: {key}={value}, because {moved.why}")
-        elif now.lstrip("+") in given - {key}:
-            notes.append(f"ignored: {key}={value}, because {now.lstrip('+')} is set, too")
+        elif present in given.keys() - {key}:
+            if not moved.keeps and becomes is not None and not _same(becomes, given[present]):
+                problems.append(
+                    f"{key} is an old name of {present}, which is set, too, got {value} and "
+                    f"{given[present]}; keep one of them"
+                )
+            notes.append(f"ignored: {key}={value}, because {present} is set, too")
         elif becomes is not None:
             why = f": {moved.why}" if moved.why else ""
-            notes.append(f"{key}={value} -> {now.lstrip('+')}={becomes}{why}")
+            notes.append(f"{key}={value} -> {present}={becomes}{why}")
             rest.append(f"{now}={becomes}")
         found += rest
+    if problems:
+        raise ConfigError(*problems)
     return _trainer(found, notes), tuple(notes)
+
+
+def _with_level(words: Iterable[str]) -> Iterator[str]:
+    """Yield a command line in which the value of `algorithm.rollout_is` has the level of the weights."""
+    given = list(words)
+    of_sequences = any(_key(word) == IS_LEVEL and word.endswith("=sequence") for word in given)
+    for word in given:
+        applied = _key(word) == "algorithm.rollout_is" and word.lower().endswith("=true")
+        yield f"{word.partition('=')[0]}=sequence" if applied and of_sequences else word
 
 
 def _key(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
+
+
+def _same(one: str, other: str) -> bool:
+    return one.strip("'\"").lower() == other.strip("'\"").lower()
 
 
 def _moved(key: str) -> tuple[str, Moved | None]:
@@ -255,6 +296,7 @@ def corrected(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Return values that a run needs in place of ones that are common with other trainers, each with why."""
     return (
         _training(raw)
+        | _precision(raw)
         | correcting_loss(raw)
         | _served(raw)
         | _reward_model(raw)
@@ -276,6 +318,17 @@ def _training(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
             parts = select(raw, f"{model}.checkpoint.{name}")
             if isinstance(parts, list) and (missing := [part for part in WHOLE if part not in parts]):
                 found[f"{model}.checkpoint.{name}"] = [*parts, *missing], "an exact resume needs all of it"
+    return found
+
+
+def _precision(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Give FSDP the precision of `dtype`, which verl's engine no longer reads."""
+    found: dict[str, tuple[Any, str]] = {}
+    for section in (f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"):
+        dtype = select(raw, f"{section}.dtype")
+        if dtype in PRECISIONS and select(raw, f"{section}.mixed_precision") is None:
+            path = f"{section}.mixed_precision.param_dtype"
+            found[path] = PRECISIONS[dtype], f"verl's engine reads it in place of dtype={dtype}"
     return found
 
 

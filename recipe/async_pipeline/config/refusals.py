@@ -146,9 +146,18 @@ def share(value: Any) -> bool:
     return value is None or (number_above(0)(value) and value <= 1)
 
 
+def number(value: Any) -> bool:
+    """Return whether a value is a finite number, or absent."""
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    )
+
+
 def number_above(least: float) -> Callable[[Any], bool]:
     """Return a test whether a value is a finite number above a bound, or absent."""
-    return lambda value: (
-        value is None
-        or (isinstance(value, int | float) and not isinstance(value, bool) and least < value < math.inf)
-    )
+    return lambda value: number(value) and (value is None or value > least)
+
+
+def number_from(least: float) -> Callable[[Any], bool]:
+    """Return a test whether a value is a finite number that is not below a bound, or absent."""
+    return lambda value: number(value) and (value is None or value >= least)

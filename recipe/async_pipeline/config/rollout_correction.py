@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from .loss_modes import LOSS_OF_VARIANT
 from .paths import hint, nested, select
 from .refusals import Refusal, Settings, any_of, must_be_on, must_be_one_of, number_above, other_than, refuse
 
@@ -50,7 +49,7 @@ CORRECTION_KEYS = (
 _ACTOR = "actor_rollout_ref.actor"
 WITHOUT_RATIO = ("policy_gradient", "gpg")
 """Losses without a ratio to the old policy."""
-_PI_OLD = {
+PI_OLD = {
     "trainer": "version s-1",
     "logp_pool": "version s-2",
     "rollout": "the versions that generated the tokens",
@@ -270,18 +269,6 @@ def correcting_loss(config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     }
 
 
-def describe_loss(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
-    """Describe the loss. `mini_batches` counts the optimizer updates of one epoch over a step."""
-    mode = str(select(config, f"{POLICY_LOSS}.loss_mode"))
-    called = next((variant for variant, name in LOSS_OF_VARIANT.items() if name == mode), None)
-    name = mode if called in (None, mode) else f"{mode} (pg_variant {called})"
-    if mode in WITHOUT_RATIO:
-        return f"{name}: no ratio to an old policy"
-    one_update = mini_batches == 1 and select(config, "actor_rollout_ref.actor.ppo_epochs") in (None, 1)
-    always = "; one update per step, so the ratio is 1" if old_logp == "trainer" and one_update else ""
-    return f"{name}: ratio of the current policy to {_PI_OLD[old_logp]}{always}"
-
-
 def describe_correction(config: Mapping[str, Any], old_logp: str, max_lag: int) -> str:
     """Describe how gradients of older responses are corrected; starts with `none` if they are not."""
     section = select(config, CORRECTION) or {}
@@ -300,7 +287,7 @@ def describe_correction(config: Mapping[str, Any], old_logp: str, max_lag: int) 
         what = "token" if section["rollout_is"] == "token" else "response"
         scaled = ", then scaled to a mean of 1" if section.get("rollout_is_batch_normalize") else ""
         found.append(
-            f"weight of a {what}: ratio of {_PI_OLD[old_logp]} to the versions that generated it, "
+            f"weight of a {what}: ratio of {PI_OLD[old_logp]} to the versions that generated it, "
             f"{bound}{scaled}"
         )
     found += _masks(section)

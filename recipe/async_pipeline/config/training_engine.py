@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training engine of a run, and how it divides a model over its devices, in words."""
+"""How many ranks of a training engine read different rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ DIVIDING = {
 EXPERTS = {"expert": "expert_model_parallel_size", "expert-tensor": "expert_tensor_parallel_size"}
 """Kinds that divide experts over ranks which are data-parallel otherwise."""
 
-
 OTHERS: Mapping[str, tuple[str, ...]] = {
     "veomni": ("veomni.ulysses_parallel_size",),
     "torchtitan": (
@@ -35,35 +34,19 @@ The first size divides sequences.
 """
 
 
-def describe_training(config: Mapping[str, Any], devices: int) -> str:
-    """Return the engine that trains on this many devices, and its parallel sizes."""
-    strategy = str(select(config, f"{ACTOR}.strategy"))
-    if strategy == "megatron":
-        return _megatron(config, devices)
-    if strategy in OTHERS:
-        rows = data_parallel(config, devices)
-        return f"{strategy}, data-parallel {rows}; whole tensors are published; not tested"
-    size = select(config, f"{ACTOR}.fsdp_config.fsdp_size")
-    shared = devices if size is None or not 0 < int(size) < devices else int(size)
-    copies = f", {devices // shared} copies" if shared < devices else ""
-    text = f"{SHARDED.get(strategy, strategy)}, weights sharded over {_count(shared)}{copies}"
-    ulysses = _ulysses(config)
-    return text + (f", sequences over {ulysses} (Ulysses)" if ulysses > 1 else "")
-
-
 def data_parallel(config: Mapping[str, Any], devices: int) -> int:
     """Return how many ranks of the engine that trains on this many devices read different rows."""
     strategy = str(select(config, f"{ACTOR}.strategy"))
     if strategy == "megatron":
-        shared = prod(_sizes(config)[kind] for kind in DIVIDING)
+        shared = prod(megatron_sizes(config)[kind] for kind in DIVIDING)
     elif strategy in OTHERS:
         shared = prod(int(select(config, f"{ACTOR}.{path}") or 1) for path in OTHERS[strategy])
     else:
-        shared = _ulysses(config)
+        shared = ulysses(config)
     return max(1, devices // shared)
 
 
-def _ulysses(config: Mapping[str, Any]) -> int:
+def ulysses(config: Mapping[str, Any]) -> int:
     """Return how many ranks share a sequence. verl lets the deprecated key win where it is above 1."""
     old, new = (
         int(select(config, f"{ACTOR}.{section}ulysses_sequence_parallel_size") or 1)
@@ -72,19 +55,9 @@ def _ulysses(config: Mapping[str, Any]) -> int:
     return old if old > 1 else new
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+def megatron_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     """Return Megatron's parallel sizes."""
     return {
         kind: int(select(config, f"{ACTOR}.megatron.{name}") or 1)
         for kind, name in {**DIVIDING, **EXPERTS}.items()
     }
-
-
-def _megatron(config: Mapping[str, Any], devices: int) -> str:
-    sizes = _sizes(config)
-    parallel = [f"{kind}-parallel {size}" for kind, size in sizes.items() if size > 1]
-    return ", ".join(["Megatron", *parallel, f"data-parallel {data_parallel(config, devices)}"])
-
-
-def _count(devices: int) -> str:
-    return "one device" if devices == 1 else f"{devices} devices"

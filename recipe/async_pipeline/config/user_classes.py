@@ -176,36 +176,6 @@ def _tree(target: str, path: str) -> ast.Module | None:
         ) from None
 
 
-def class_constant(cls: ast.ClassDef | None, name: str) -> str | None:
-    """Return the literal text that a class body assigns to a name, or None."""
-    for node in cls.body if cls else ():
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, ast.AnnAssign)
-            else []
-        )
-        value = getattr(node, "value", None)
-        if (
-            any(isinstance(t, ast.Name) and t.id == name for t in targets)
-            and isinstance(value, ast.Constant)
-            and isinstance(value.value, str)
-        ):
-            return value.value
-    return None
-
-
-def base_names(cls: ast.ClassDef | None) -> list[str]:
-    """Return the base classes that a definition names, without their modules."""
-    bases = cls.bases if cls else []
-    return [
-        base.attr if isinstance(base, ast.Attribute) else base.id
-        for base in bases
-        if isinstance(base, ast.Attribute | ast.Name)
-    ]
-
-
 def _defined(
     name: str, tree: ast.Module, what: str, wanted: type[ast.ClassDef] | UnionType
 ) -> ast.ClassDef | FunctionNode | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from .adapters import MODEL, adapter_rank, publishes_adapters
-from .older_verl import UNREAD
+from .older_verl import IS_LEVEL, IS_MODE, IS_VETO, UNREAD
 from .paths import MODE, OWN, PATCH_FREE
 from .refusals import (
     Refusal,
@@ -44,8 +44,27 @@ _ESTIMATOR = "algorithm.adv_estimator"
 _TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _EXPERTS = "actor_rollout_ref.rollout.expert_parallel_size"
 _LAG = f"set {OWN}.staleness.max_lag"
+_CORRECTION = "algorithm.rollout_correction"
 RULES: tuple[Refusal, ...] = (
     *UNREAD,
+    must_be(
+        IS_LEVEL,
+        None,
+        remedy=f"leave it out; today the levels are {_CORRECTION}.rollout_is=token or sequence, and a "
+        f"geometric mean can only reject responses, by {_CORRECTION}.rollout_rs=seq_mean_k1",
+    ),
+    must_be(
+        IS_MODE,
+        None,
+        remedy=f"leave it out; today tokens are masked by {_CORRECTION}.rollout_rs=token_k1, and responses "
+        f"by seq_sum_k1, outside of {_CORRECTION}.rollout_rs_threshold='\"LOWER_UPPER\"'",
+    ),
+    must_be(
+        IS_VETO,
+        None,
+        remedy=f"leave it out; today {_CORRECTION}.rollout_rs rejects tokens or responses, and no option of "
+        "it is the old veto",
+    ),
     must_be("trainer.v1.sampler.max_off_policy_threshold", 8, None, remedy=_LAG, where="in a file"),
     must_be(
         "trainer.v1.sampler.max_off_policy_strategy",
@@ -183,6 +202,27 @@ RULES: tuple[Refusal, ...] = (
     must_be_off("trainer.val_only", "validate with stock verl instead"),
     must_be_off("distillation.enabled", "distillation is not supported yet"),
     must_be_off("skip.rollout_tq.enable", "replaying stored rollouts is not supported yet"),
+    must_be_off(
+        "actor_rollout_ref.actor.freeze_vision_tower", "leave it out: only verl's older workers freeze a part"
+    ),
+    *(
+        must_be(f"{model}.grad_clip", 1.0, None, remedy=f"set {model}.optim.clip_grad, which verl 0.9 reads")
+        for model in ("actor_rollout_ref.actor", "critic")
+    ),
+    must_be(
+        "actor_rollout_ref.rollout.do_sample",
+        True,
+        remedy="verl 0.9 always samples: leave it out, or set actor_rollout_ref.rollout.temperature",
+    ),
+    must_be_off(
+        "algorithm.use_pf_ppo",
+        "leave it out: it draws the samples of a batch again, which verl's V1 trainer would not notice",
+    ),
+    must_be(
+        "data.reward_fn_key",
+        "data_source",
+        remedy="leave it out, and name that column of the data data_source, which verl 0.9 gives to rewards",
+    ),
 )
 
 

@@ -12,6 +12,10 @@ from .clock import Clock
 
 Interval = tuple[float, float]
 """Start and end in seconds of the log's time, start < end."""
+SLOWEST_TURNS = "slowest_turns"
+"""Field of ANSWERED: start and seconds of each turn of the episode that ended last; the start is in seconds
+since the episode began.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ..errors import ProofError, WeightSyncError
-from ..weight_sync.copy_plan import view_of
-from ..weight_sync.element_map import Piece, View
-from ..weight_sync.engine_adapter import Delivered, Expected
-from ..weight_sync.manifest import Manifest, TensorEntry
-from ..weight_sync.recording_adapter import RecordingAdapter
-from ..weight_sync.standby_version import StagingEnded, ignore
+from ..weight_sync.engine.copy_plan import view_of
+from ..weight_sync.engine.engine_adapter import Delivered, Expected
+from ..weight_sync.engine.recording_adapter import RecordingAdapter
+from ..weight_sync.engine.standby_version import StagingEnded, ignore
+from ..weight_sync.memory.manifest import Manifest, TensorEntry
+from ..weight_sync.proof.element_map import Piece, View
 
 NAME = "default"
 """Of the adapter, in the trainer's model and here."""

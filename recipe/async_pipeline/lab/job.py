@@ -128,10 +128,8 @@ class FoundProcess(NamedTuple):
     command: str
 
 
-EXEC_S = 1.0
-"""Seconds within which a process has its new environment and command line after an exec."""
-_ENV_END = 48
-"""Index of the end of the environment, which an exec sets last, behind the name in /proc/PID/stat."""
+EXEC_S = 0.5
+"""Seconds for which a process without an environment or a command line may be in the middle of an exec."""
 
 
 def processes_with(name: str, value: str) -> list[FoundProcess]:
@@ -160,14 +158,11 @@ def processes_with(name: str, value: str) -> list[FoundProcess]:
 def _read_outside_exec(folder: Path, name: str) -> list[bytes]:
     """Return the strings of a file of a process in /proc.
 
-    In the middle of an exec, environment and command line are empty. Raises OSError if the process has ended,
-    is a zombie or belongs to the kernel.
+    In the middle of an exec, environment and command line are empty; they may also be empty for good. Raises
+    OSError if the process has ended, is a zombie or belongs to the kernel.
     """
     until = time.monotonic() + EXEC_S
     while not (content := (folder / name).read_bytes()) and time.monotonic() < until:
         (folder / "exe").readlink()
-        if (folder / "stat").read_text().rpartition(")")[2].split()[_ENV_END] != "0":
-            # The exec is over. An environment may be empty for good.
-            return (folder / name).read_bytes().split(b"\0")
         time.sleep(0.001)
     return content.split(b"\0")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observability: the event file, the table of steps, the summary, the report and the trace of a run."""
+"""Observability: the event file, the table of steps, and the summary of a run."""

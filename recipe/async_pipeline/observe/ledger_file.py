@@ -34,6 +34,9 @@ def audit_file(path: Path) -> Audit:
                 void += record is not None
 
     found = audit(valid())
+    if not file.stat().st_size and not _has_bytes(file.with_name("metrics.jsonl")):
+        # The run opened the file, and ended before the first record.
+        found.violations, found.num_violations = [], 0
     found.void = void
     found.processes += sum(not counts(place, number) for place, number in resumptions)
     if found.status == "running" and _completed(file.with_name("summary.json")):
@@ -43,6 +46,10 @@ def audit_file(path: Path) -> Audit:
         )
         found.num_violations += 1
     return found
+
+
+def _has_bytes(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0
 
 
 def _completed(summary: Path) -> bool:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+EVENTS = "events.jsonl"
+
 
 def set_aside(path: Path) -> Path | None:
     """Rename a file to the next free number. Returns the new path, or None if there is no such file."""
@@ -48,6 +50,26 @@ def set_aside_run(folder: Path) -> Path | None:
     for path in records:
         path.rename(kept / path.name)
     return kept
+
+
+def events_of_steps(folder: Path) -> Path:
+    """Return the events of the newest process that trained a step; `events.jsonl` if none did.
+
+    A process that resumes a completed run, or fails before its first step, has no figures.
+    """
+    newest = folder / EVENTS
+    numbered = sorted(folder.glob("events.*.jsonl"), key=_number_of, reverse=True)
+    return next((path for path in (newest, *numbered) if path.exists() and _trained(path)), newest)
+
+
+def _number_of(path: Path) -> int:
+    number = path.name.split(".")[1]
+    return int(number) if number.isdigit() else 0
+
+
+def _trained(path: Path) -> bool:
+    with path.open("rb") as lines:
+        return any(b'"TRAINED"' in line for line in lines)
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import os
+import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,6 +129,11 @@ def status_of(error: BaseException | None) -> str:
     return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
 
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_WORKER = re.compile(r"ray::([\w.]+)\(")
+"""The method of an actor, or the function of a task, in the first line of an error of Ray."""
+
+
 @contextmanager
 def causes() -> Iterator[None]:
     """Print the cause on one line if the run ends here, above the traceback that Ray prints, and raise it."""
@@ -140,11 +146,15 @@ def causes() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and message of an error, at most 500 characters, without the traceback that Ray embeds."""
+    """Return type and message of an error, at most 500 characters.
+
+    Of a traceback that a message embeds, as Ray's do, it has the last line and the worker.
+    """
     cause = getattr(error, "cause", None)
     shown = cause if isinstance(cause, BaseException) else error
-    text: Sequence[str] = [line.strip() for line in str(shown).splitlines() if line.strip()]
-    name = type(shown).__name__
-    return f"{name}: {text[-1] if text and text[0].startswith('Traceback') else text[0] if text else ''}"[
-        :500
-    ]
+    lines = [line.strip() for line in _COLOUR.sub("", str(shown)).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    if any(line.startswith(("Traceback (", 'File "')) for line in lines):
+        worker = _WORKER.search(lines[0])
+        text = f"in {worker[1]}: {lines[-1]}" if worker else lines[-1]
+    return f"{type(shown).__name__}: {text}"[:500]

@@ -47,10 +47,13 @@ def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True) -> None:
     words = [word for word in argv[1:] if "=" in word and not word.startswith("-")]
     if not asks_for_pipeline(words):
         return
-    from .spelling import without_unread
-    from .verl_keys import has_key
+    from .rules.spelling import without_unread
+    from .rules.verl_keys import has_key
 
-    rewritten, notes = modernised(words, has_key)
+    try:
+        rewritten, notes = modernised(words, has_key)
+    except AsyncPipelineError as error:
+        _refuse(str(error))
     others = [word for word in argv[1:] if word not in words]
     if of_main_ppo and not others:  # a configuration of the user may read any key
         rewritten, more = without_unread(rewritten)
@@ -61,7 +64,7 @@ def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True) -> None:
     if not of_main_ppo:
         return
     try:
-        from .command_line import check_command_line
+        from .launch.command_line import check_command_line
 
         check_command_line(argv[1:])
     except AsyncPipelineError as error:
@@ -89,7 +92,7 @@ def prepare(config: DictConfig) -> None:
         _refuse(str(error))
 
     try:
-        from . import launch
+        from .launch import prepare as launch
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything
         _refuse(
             f"async_pipeline=True, but recipe.async_pipeline cannot be imported "
@@ -107,7 +110,8 @@ def wait_for(running: Any, config: DictConfig) -> None:
     """
     if not _has_our_trainer(config):
         return
-    from . import interrupts, launch
+    from .launch import prepare as launch
+    from .process import interrupts
 
     launch.check_cluster(config)
     launch.start_sample_store(config)
@@ -131,7 +135,7 @@ def adopt(config: DictConfig) -> None:
 
     Raises ConfigError or PatchedVerlRequired, after one line about the cause, if the run cannot start.
     """
-    from . import launch
+    from .launch import prepare as launch
 
     with causes():
         launch.adopt(config)

@@ -19,7 +19,7 @@ from functools import partial, reduce
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .after_import import after_import
+from .process.after_import import after_import
 
 
 class Replacement(NamedTuple):
@@ -42,7 +42,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.trainer.main_ppo",
             "run_ppo",
-            "entry_points:of_any_entry_point",
+            "launch.entry_points:of_any_entry_point",
             why="other entry points would ignore +async_pipeline=True",
             remove_when="verl calls a plug-in with the configuration of every entry point",
             wraps=True,
@@ -50,9 +50,28 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.utils.config",
             "validate_config",
-            "entry_points:without_switch",
+            "launch.entry_points:without_switch",
             why="entry points with their own run_ppo would ignore +async_pipeline=True",
             remove_when="verl calls a plug-in with the configuration of every entry point",
+            wraps=True,
+        ),
+    ),
+    # Every process that imports verl.
+    "files of users": (
+        Replacement(
+            "verl.utils.import_utils",
+            "load_module",
+            "process.user_modules:as_python_does",
+            why="verl executes a file as a module that dataclasses, pickle and its neighbours do not find",
+            remove_when="verl registers the module of a file in sys.modules",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.tools.tool_registry",
+            "load_function_tools_from_path",
+            "process.user_modules:with_neighbours",
+            why="a file of tools cannot import its neighbours",
+            remove_when="verl adds the folder of the file to sys.path",
             wraps=True,
         ),
     ),
@@ -61,9 +80,10 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "ray",
             "init",
-            "ray_cluster:with_cause",
-            why="an error of Ray's start has tens of lines, of which none says what to do",
-            remove_when="Ray's errors are one line with a remedy",
+            "launch.ray_cluster:with_cause",
+            why="an error of Ray's start has tens of lines, of which none says what to do, and a busy "
+            "machine needs more than its 30 s",
+            remove_when="Ray's errors are one line with a remedy, and the time for a start can be set",
             wraps=True,
         ),
     ),
@@ -103,7 +123,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "transfer_queue.utils.common",
             "psutil",
-            "sample_store:counted_once",
+            "store.sample_store:counted_once",
             why="TransferQueue counts the cores for each request, from a file for each core",
             remove_when="TransferQueue counts them once",
             wraps=True,
@@ -111,7 +131,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "transfer_queue.client",
             "TQ_NUM_THREADS",
-            "sample_store:at_most_cores",
+            "store.sample_store:at_most_cores",
             why="TransferQueue warns in each request if there are fewer cores than threads",
             remove_when="TransferQueue warns once",
             wraps=True,
@@ -119,7 +139,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "transfer_queue.storage.simple_storage",
             "TQ_NUM_THREADS",
-            "sample_store:at_most_cores",
+            "store.sample_store:at_most_cores",
             why="as in transfer_queue.client",
             remove_when="TransferQueue warns once",
             wraps=True,
@@ -130,7 +150,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "transfer_queue.storage.bootstrap.simple_storage_bootstrap",
             "SimpleStorageUnit",
-            "sample_store:storage_actor",
+            "store.sample_store:storage_actor",
             why="the process of a storage needs the part `sample store client`",
             remove_when="that part is empty",
             wraps=True,
@@ -138,7 +158,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "transfer_queue.interface",
             "TransferQueueController",
-            "sample_store:controller_actor",
+            "store.sample_store:controller_actor",
             why="the controller's process needs the part `sample store controller`",
             remove_when="that part is empty",
             wraps=True,
@@ -148,7 +168,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "transfer_queue.controller",
             "FieldMeta.remove_samples",
-            "sample_store:remove_samples",
+            "store.sample_store:remove_samples",
             why="to clear samples, TransferQueue looks at all samples that remain",
             remove_when="TransferQueue stops at the second shape",
         ),
@@ -233,7 +253,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.utils.distributed",
             "initialize_global_process_group_ray",
-            "cpu_overrides:with_gloo",
+            "cpu.cpu_overrides:with_gloo",
             why="verl names the device `cpu` twice in a backend string, which torch refuses",
             remove_when="verl supports a CPU platform",
             wraps=True,
@@ -241,7 +261,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.utils.model",
             "load_valuehead_model",
-            "cpu_overrides:load_valuehead_model",
+            "cpu.cpu_overrides:load_valuehead_model",
             why="verl loads a critic with flash attention",
             remove_when="verl uses the attention of the model's config",
         ),

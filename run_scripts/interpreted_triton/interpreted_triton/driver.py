@@ -6,8 +6,8 @@ from typing import Any
 
 from triton.backends.driver import DriverBase
 
-from recipe.async_pipeline.verl_bridge import cpu_overrides
-from recipe.async_pipeline.verl_bridge.after_import import after_import
+from recipe.async_pipeline.verl_bridge.cpu import cpu_overrides
+from recipe.async_pipeline.verl_bridge.process.after_import import after_import
 
 
 class Driver(DriverBase):

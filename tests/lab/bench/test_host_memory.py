@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.lab.bench import host_memory
-from recipe.async_pipeline.weight_sync.segment_names import new_name
+from recipe.async_pipeline.weight_sync.memory.segment_names import new_name
 
 
 def test_occupied_memory_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

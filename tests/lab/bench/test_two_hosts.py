@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline import processes
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.lab.bench import two_hosts
 from recipe.async_pipeline.lab.bench.runner import JobFailed
 from recipe.async_pipeline.lab.bench.two_hosts import Host, TwoHosts
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX
+from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX
+from tests import HANG_S
 from tests.fakes.private_mounts import may_unshare
 from tests.fakes.waiting import until
 
@@ -57,7 +59,7 @@ def test_a_slow_start_of_ray_is_repeated_without_its_processes(
     def run(*command: str) -> None:
         if not any(word == "start" for word in command):
             return plain(*command)
-        assert all(process.wait(10) == -9 for process in left), "what the last start has left behind"
+        assert all(process.wait(HANG_S) == -9 for process in left), "what the last start has left behind"
         if len(left) < slow_starts:
             left.append(subprocess.Popen([*hosts.first.prefix, "sleep", "100"]))
             pid = left[-1].pid
@@ -65,7 +67,7 @@ def test_a_slow_start_of_ray_is_repeated_without_its_processes(
             raise JobFailed("ray on 10.77.0.1: The current node timed out during startup.")
 
     monkeypatch.setattr(hosts.first, "run", run)
-    if slow_starts == two_hosts.STARTS:
+    if slow_starts == processes.STARTS:
         with pytest.raises(JobFailed, match="timed out during startup"):
             hosts.first.start_ray("--head")
     else:
@@ -73,7 +75,7 @@ def test_a_slow_start_of_ray_is_repeated_without_its_processes(
     assert len(left) == slow_starts
     assert not hosts.first.is_lost
     hosts.first.end_processes()
-    assert all(process.wait(10) == -9 for process in left)
+    assert all(process.wait(HANG_S) == -9 for process in left)
 
 
 @root_only
@@ -95,7 +97,7 @@ def test_another_error_of_ray_is_raised_at_once(hosts: TwoHosts, monkeypatch: py
 def test_a_command_that_takes_too_long_has_failed(hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the start of Ray is repeated, also if it takes too long without an error of Ray."""
     monkeypatch.setattr(two_hosts, "LIMIT_S", 0.5)
-    with pytest.raises(JobFailed, match=rf"sleep on 10\.77\.0\.1 {two_hosts.SLOW_START} after 0\.5 s"):
+    with pytest.raises(JobFailed, match=rf"sleep on 10\.77\.0\.1 {processes.SLOW_START} after 0\.5 s"):
         hosts.first.run("sleep", "100")
 
 
@@ -104,7 +106,7 @@ def test_a_lost_host_has_no_processes(hosts: TwoHosts) -> None:
     sleeper = subprocess.Popen([*hosts.second.prefix, "sleep", "100"])
     until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n", "the process to run there")
     hosts.second.lose()
-    assert sleeper.wait(10) == -9
+    assert sleeper.wait(HANG_S) == -9
     assert hosts.second.is_lost and not hosts.first.is_lost
 
 
@@ -115,7 +117,7 @@ def test_processes_end_with_a_host_whose_holder_was_killed(hosts: TwoHosts) -> N
     os.kill(hosts.second.pid, signal.SIGKILL)
     until(lambda: hosts.second.is_lost, "the host to be lost")
     hosts.close()
-    assert sleeper.wait(10) == -9
+    assert sleeper.wait(HANG_S) == -9
 
 
 def test_without_the_right_to_namespaces_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,5 +145,5 @@ def test_the_second_host_is_released_at_a_line_of_the_log(
         log.write_text("before\n")
         assert not released.is_set()
         log.write_text("before\nstarting\n")
-    waiting.join(10)
+    waiting.join()
     assert released.is_set() is not ended

@@ -21,7 +21,7 @@ from recipe.async_pipeline.lab.bench.weight_sync_jobs import (
     run_ways,
     shape_of,
 )
-from recipe.async_pipeline.verl_bridge.sglang_rules import CPU_WIDTH_ALIGNMENT
+from recipe.async_pipeline.verl_bridge.rules.sglang_rules import CPU_WIDTH_ALIGNMENT
 
 
 @pytest.mark.parametrize("wanted", [5 * 10**6, 10**8, 10**9])

@@ -155,14 +155,14 @@ for settings in json.loads(sys.argv[1]):
 @pytest.mark.slow
 def test_the_settings_of_the_jobs_on_gpus_are_accepted(options: Options) -> None:
     pytest.importorskip("verl")
-    jobs: dict[str, Callable[..., Sequence[str]]] = {
-        "1 replica of 2 devices, job": catalogue.job,
-        "1 replica of 2 devices, experts": catalogue.experts_job,
-        "1 replica of 2 devices, Megatron": catalogue.megatron_job,
-        "2 replicas of 1 device, ladder": catalogue.ladder,
+    jobs = {
+        catalogue.job: "1 replica of 2 devices",
+        catalogue.experts_job: "1 replica of 2 devices",
+        catalogue.megatron_job: "1 replica of 2 devices",
+        catalogue.ladder: "2 replicas of 1 device",
     }
     asked = []
-    for step in jobs.values():
+    for step in jobs:
         # It is on the machine with GPUs, not here.
         command = step(replace(options, model="Qwen/Qwen3-8B"), options.folder / "job.json")
         settings = [one for one in command[command.index("--config-path") :] if one != "+async_pipeline=True"]
@@ -172,8 +172,11 @@ def test_the_settings_of_the_jobs_on_gpus_are_accepted(options: Options) -> None
     updates += ["actor_rollout_ref.model.path=Qwen/Qwen3-8B"]
     asked.append(["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", *updates])
 
-    for name, found in zip([*jobs, "1 replica of 1 device, updates"], explained(asked), strict=True):
-        assert f"generate: {name.partition(',')[0]}" in found, name
+    names = [*(step.__name__ for step in jobs), "weight updates"]
+    for name, replicas, found in zip(
+        names, [*jobs.values(), "1 replica of 1 device"], explained(asked), strict=True
+    ):
+        assert f"generate: {replicas}" in found, name
 
 
 def explained(asked: Sequence[Sequence[str]]) -> list[str]:

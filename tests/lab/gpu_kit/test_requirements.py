@@ -16,7 +16,7 @@ import pytest
 
 from recipe.async_pipeline.lab.gpu_kit.catalogue import ARENA, RUN, STEPS
 from recipe.async_pipeline.lab.gpu_kit.steps import FAILED, NOT_RUN
-from tests import REPOSITORY
+from tests import HANG_S, REPOSITORY
 
 OF_TORCH = {
     *("torchgen", "functorch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy"),
@@ -52,7 +52,7 @@ def run_with(shown: set[str], folder: Path, *arguments: str) -> subprocess.Compl
         env=os.environ | {"PYTHONPATH": f"{folder}:{REPOSITORY}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
 
 

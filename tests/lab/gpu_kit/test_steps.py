@@ -22,6 +22,7 @@ from recipe.async_pipeline.lab.gpu_kit.steps import (
     run_steps,
 )
 from recipe.async_pipeline.verl_bridge.rollout.vllm.facts import engine_line
+from tests import HANG_S
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def options(tmp_path: Path) -> Options:
     )
 
 
-def step(code: str, *, name: str = "one", limit_s: float = 60.0, missing: str | None = None) -> CheckStep:
+def step(code: str, *, name: str = "one", limit_s: float = HANG_S, missing: str | None = None) -> CheckStep:
     """A step that runs Python code, with the file for its figures as `sys.argv[1]`."""
 
     def command(options: Options, written: Path) -> Sequence[str]:

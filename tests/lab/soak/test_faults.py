@@ -15,7 +15,7 @@ import pytest
 from recipe.async_pipeline.lab.job import FoundProcess
 from recipe.async_pipeline.lab.soak import faults
 from recipe.async_pipeline.lab.soak.job import SoakFailed, SoakJob
-from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR, new_name
+from recipe.async_pipeline.weight_sync.memory.segment_names import SHM_DIR, new_name
 from tests.fakes.soak_run import Run, record
 
 

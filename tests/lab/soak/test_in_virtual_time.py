@@ -15,12 +15,12 @@ from typing import Any, Literal
 import pytest
 
 from recipe.async_pipeline.core.degradation import Caution
-from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import Group, LoadReport, Prompt, Publication
 from recipe.async_pipeline.core.ledger_audit import audit, valid
-from recipe.async_pipeline.weight_sync.fleet import Fleet
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
+from recipe.async_pipeline.lab.event_audit import audit_events
+from recipe.async_pipeline.weight_sync.fleet.fleet import Fleet
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 from tests.fakes.lives import Life, check, lives
 from tests.fakes.trainer import SimCheckpoint, SimTrainer, published
 

@@ -9,6 +9,7 @@ import pytest
 
 from recipe.async_pipeline.lab.soak import job as module
 from recipe.async_pipeline.lab.soak.job import SoakFailed
+from tests import HANG_S
 from tests.fakes.soak_run import Run, record
 
 
@@ -42,12 +43,12 @@ def test_the_output_is_read_until_its_reader_ends(job: Run) -> None:
     """Also the output of the next process."""
     job.script = "echo one; exec sleep 1000"
     job.start()
-    job.wait_for_line("one", 60.0, since=0)
+    job.wait_for_line("one", HANG_S, since=0)
     job.end(signal.SIGTERM)
     echoes = "while echo two; do sleep 0.01; done 2>/dev/null"
     job.script = f"trap '' PIPE; {echoes}; echo blind > blind; exec sleep 1000"
     job.start()
-    job.wait_for_line("two", 60.0, since=0)
+    job.wait_for_line("two", HANG_S, since=0)
     assert job.log.read_text().startswith("one\ntwo\n")
     job.close_output()
     while not (job.folder / "blind").exists():
@@ -58,16 +59,19 @@ def test_the_output_is_read_until_its_reader_ends(job: Run) -> None:
 
 def test_an_end_that_leaves_a_process_fails(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEFT_S", 0.0)
-    job.script = "setsid sleep 1000 & trap 'exit 1' TERM; echo ready; while true; do sleep 0.01; done"
+    begun = 'until [ "$(cat /proc/$!/comm)" = sleep ]; do sleep 0.01; done'
+    job.script = (
+        f"setsid sleep 1000 & {begun}; trap 'exit 1' TERM; echo ready; while true; do sleep 0.01; done"
+    )
     job.start()
-    job.wait_for_line("ready", 60.0, since=0)
+    job.wait_for_line("ready", HANG_S, since=0)
     with pytest.raises(SoakFailed, match="is left after the end of the run: sleep 1000"):
         job.end(signal.SIGTERM)
 
 
 def test_a_second_launch_that_does_not_end_fails(job: Run) -> None:
     job.script = "echo refused; exit 2"
-    ended = job.run_again(60.0)
+    ended = job.run_again(HANG_S)
     assert (ended.returncode, ended.stdout) == (2, "refused\n")
     job.script = "exec sleep 1000"
     with pytest.raises(SoakFailed, match="did not end within 0.01 s"):

@@ -16,6 +16,7 @@ import pytest
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.lab.soak import surroundings as module
 from recipe.async_pipeline.lab.soak.job import CLOCK, SoakFailed
+from tests import HANG_S
 from tests.fakes.soak_run import Run, record
 
 REFUSAL = f"run_dir {module.REFUSED}"
@@ -43,7 +44,7 @@ def test_a_preempted_run_must_have_saved_its_newest_step(job: Run, saved: int) -
     folder = job.checkpoints / f"global_step_{saved}"
     job.script = f"mkdir -p {folder}; touch {folder}/manifest.json; echo ready; exec sleep 1000"
     job.start()
-    job.wait_for_line("ready", 60.0, since=0)
+    job.wait_for_line("ready", HANG_S, since=0)
     job.write(record("SERVED", version=7, replicas=2))
     if saved == 7:
         module.preempt(job)
@@ -61,9 +62,9 @@ def test_a_terminal_that_closes_ends_the_run_and_it_starts_again(job: Run, befor
         job.start()
     finally:
         signal.signal(signal.SIGHUP, usual)
-    job.wait_for_line("started", 60.0, since=0)
+    job.wait_for_line("started", HANG_S, since=0)
     module.close_terminal(job)
-    job.wait_for_line("started", 60.0, since=len("started\n"))
+    job.wait_for_line("started", HANG_S, since=len("started\n"))
 
 
 def test_the_clock_of_a_process_is_stepped_while_it_runs(tmp_path: Path) -> None:

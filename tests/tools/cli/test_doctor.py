@@ -12,16 +12,18 @@ import pytest
 
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
-from recipe.async_pipeline.contract import compare
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.patching import series, verl_source
-from recipe.async_pipeline.patching.unified_diff import format_diff
+from recipe.async_pipeline.installed import verl
+from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.tools.cli import doctor
 from recipe.async_pipeline.tools.cli.finding import Finding, as_line
+from recipe.async_pipeline.tools.contract import compare
+from recipe.async_pipeline.tools.patches import series, verl_source
+from recipe.async_pipeline.tools.patches.unified_diff import format_diff
 from tests import REPOSITORY
 from tests.fakes.patch_folder import FIRST, PRISTINE, write
 
-FOLDER = series.patches_dir()
+FOLDER = patches_dir()
 
 
 @pytest.mark.parametrize(
@@ -100,9 +102,9 @@ def test_a_missing_or_wrong_verl_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
     def missing() -> Path:
         raise PatchError("verl is not importable here")
 
-    monkeypatch.setattr(verl_source, "find_verl_root", missing)
+    monkeypatch.setattr(verl, "find_verl_root", missing)
     assert doctor.check_pin(FOLDER).verdict == patches(FOLDER).verdict == "fail"
-    monkeypatch.setattr(verl_source, "find_verl_root", lambda: tmp_path)
+    monkeypatch.setattr(verl, "find_verl_root", lambda: tmp_path)
     assert "not a verl checkout" in doctor.check_pin(FOLDER).detail
     assert "patch apply" in patches(FOLDER).detail
 
@@ -124,7 +126,7 @@ def test_an_unpatched_verl_is_usable_within_limits(monkeypatch: pytest.MonkeyPat
             "0001-a.patch": header + format_diff("verl/a.py", PRISTINE["verl/a.py"], FIRST["verl/a.py"]),
         },
     )
-    monkeypatch.setattr(verl_source, "find_verl_root", lambda: tree)
+    monkeypatch.setattr(verl, "find_verl_root", lambda: tree)
     first, *limits = doctor.check_patches(folder)
     assert (first.verdict, first.detail) == (
         "warn",
@@ -143,7 +145,7 @@ def test_an_unpatched_verl_is_usable_within_limits(monkeypatch: pytest.MonkeyPat
 def test_verl_from_another_place_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "verl/version").mkdir(parents=True)
     (tmp_path / "verl/version/version").write_text(verl_source.read_pin(FOLDER).version)
-    monkeypatch.setattr(verl_source, "find_verl_root", lambda: tmp_path)
+    monkeypatch.setattr(verl, "find_verl_root", lambda: tmp_path)
     monkeypatch.setattr(verl_source, "default_verl_root", lambda folder: tmp_path)
     assert doctor.check_pin(FOLDER).verdict == "ok"
     monkeypatch.setattr(verl_source, "default_verl_root", lambda folder: tmp_path / "fetched")
@@ -236,6 +238,6 @@ def test_a_folder_that_is_no_verl_is_one_line(capsys: pytest.CaptureFixture[str]
 )
 def test_the_limits_without_patches_are_on_the_release_page(words: str) -> None:
     page = (REPOSITORY / "docs" / "releases.md").read_text(encoding="utf-8")
-    limits = [limit for patch in series.load_series(series.patches_dir()).patches for limit in patch.without]
+    limits = [limit for patch in series.load_series(patches_dir()).patches for limit in patch.without]
     assert words in page.partition("Without the patches:")[2]
     assert any(words in limit for limit in limits), "`doctor` prints it"

@@ -11,13 +11,14 @@ import pytest
 
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
-from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.engines import Difference, EngineTree
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.installed.engines import FILE, EngineTree, files_id
+from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.tools.cli import engine_findings
+from recipe.async_pipeline.tools.contract import engines
+from recipe.async_pipeline.tools.contract.engines import Difference
 from tests.fakes.engine_differences import GONE, compare_as
 
-FOLDER = series.patches_dir()
+FOLDER = patches_dir()
 VLLM = EngineTree(name="vllm", folder=Path("tree/vllm"), version="0.33.0")
 SGLANG = EngineTree(name="sglang", folder=Path("tree/sglang"), version="0.5.23")
 ON_CPU = dataclasses.replace(GONE, name="vllm._custom_ops:isa", breaks=("experts on a CPU",), cpu_only=True)
@@ -77,9 +78,9 @@ def test_what_a_cpu_needs_fails_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_folder_the_installed_engines_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch)
-    monkeypatch.setattr(engines, "installed", lambda: [VLLM, SGLANG])
+    monkeypatch.setattr(engine_findings, "installed", lambda: [VLLM, SGLANG])
     assert [row.subject for row in engine_findings.examine_engines(None)] == ["vllm", "sglang"]
-    monkeypatch.setattr(engines, "installed", lambda: [])
+    monkeypatch.setattr(engine_findings, "installed", lambda: [])
     (row,) = engine_findings.examine_engines(None)
     assert row.verdict == "fail" and row.detail == "neither vllm nor sglang is installed"
 
@@ -165,10 +166,13 @@ def test_the_plain_doctor_counts_what_a_cpu_needs_where_no_gpu_is(
     assert ("breaks only experts on a CPU" in row.detail) is (verdict == "warn")
 
 
-def test_one_usable_engine_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_usable_engine_suffices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found(monkeypatch, GONE)
-    tested = dataclasses.replace(SGLANG, version=engines.load(FOLDER)["sglang"].version)
-    broken, fits = engine_findings.check_versions([VLLM, tested], FOLDER, 1)
+    contracts = engines.load(FOLDER)
+    files = contracts["sglang"].files
+    tested = dataclasses.replace(contracts["sglang"], files_id=files_id(SGLANG.folder, files))
+    (tmp_path / FILE).write_text(engines.as_text([contracts["vllm"], tested]), encoding="utf-8")
+    broken, fits = engine_findings.check_versions([VLLM, SGLANG], tmp_path, 1)
     assert (broken.verdict, fits.verdict) == ("warn", "ok")
-    assert "which this package is tested with" in fits.detail
+    assert "with the files that this package is tested with" in fits.detail
     assert engine_findings.check_versions([], FOLDER, 1) == ()

@@ -14,7 +14,7 @@ from recipe.async_pipeline.tools.cli import node_findings
 from recipe.async_pipeline.tools.cli.finding import Finding, Verdict
 
 pytest.importorskip("ray")
-from recipe.async_pipeline.verl_bridge.node_calls import NodeAnswer  # noqa: E402
+from recipe.async_pipeline.tools.cli.node_calls import NodeAnswer  # noqa: E402
 
 
 def finding(subject: str, detail: str, verdict: Verdict = "ok") -> Finding:

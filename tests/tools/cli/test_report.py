@@ -20,6 +20,7 @@ from recipe.async_pipeline.observe.wording import map_coverage, percent
 from recipe.async_pipeline.tools.report.data import data_of
 from recipe.async_pipeline.tools.report.page import figures_of
 from recipe.async_pipeline.tools.report.run_reader import read_run
+from tests import HANG_S
 from tests.observe.run_folder import RecordedTrainer, write_run
 from tests.tools.report.pages import check
 
@@ -175,12 +176,12 @@ def test_chromium_draws_the_page(folder: Path, tmp_path: Path, scheme: str, widt
         f"--screenshot={picture}",
         page.as_uri(),
     ]
-    subprocess.run(shot, capture_output=True, timeout=120, check=True)
+    subprocess.run(shot, capture_output=True, timeout=HANG_S, check=True)
     dumped = subprocess.run(
         [browser, *common, f"--user-data-dir={tmp_path / 'dump'}", "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=True,
     ).stdout
     title = dumped.partition("<title>")[2].partition("</title>")[0]

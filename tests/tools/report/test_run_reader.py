@@ -94,5 +94,17 @@ def test_a_path_without_a_run_is_an_error_of_one_line(tmp_path: Path) -> None:
 def test_a_resumed_run_names_the_processes_without_events(folder: Path) -> None:
     (folder / "events.1.jsonl").write_text("")
     assert read_run(folder).missing == (
-        "the run was resumed: the report shows the metrics of 1 earlier process, but not the events",
+        "the run was resumed: the report shows the metrics of all processes, but only the events of the last "
+        "one that trained, events.jsonl, and not events.1.jsonl",
     )
+
+
+def test_a_process_without_a_step_does_not_hide_the_events_of_the_one_before(folder: Path) -> None:
+    """Such as the one that a batch system starts again after the last step."""
+    whole = read_run(folder).events
+    (folder / "events.jsonl").rename(folder / "events.1.jsonl")
+    first, *_ = (folder / "events.1.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "events.jsonl").write_text(first, encoding="utf-8")
+    found = read_run(folder)
+    assert found.events == whole
+    assert found.missing[0].endswith("the last one that trained, events.1.jsonl, and not events.jsonl")

@@ -328,7 +328,7 @@ def test_no_rule_is_hidden_by_one_before_it() -> None:
 def test_the_run_of_a_published_file_passes_all_checks(name: str, load: Load, tmp_path: Path) -> None:
     """What is by hand: data, and for agents an environment. The engine of one file is not a part of CI."""
     pytest.importorskip("gymnasium")
-    explain = load("recipe.async_pipeline.cli.explain")
+    explain = load("recipe.async_pipeline.tools.cli.explain")
     found = translated(name, **(ENVIRONMENTS if name == "roll_agentic" else {}))
     by_hand = [
         f"data.train_files={tmp_path / 'train.parquet'}",
@@ -340,7 +340,7 @@ def test_the_run_of_a_published_file_passes_all_checks(name: str, load: Load, tm
     ]
     config, unknown = explain.composed(None, "ppo_trainer", [*overrides_of(found), *by_hand])
     assert not unknown
-    checked = load("recipe.async_pipeline.verl_bridge.config_checks").checked(config, planning=True)
+    checked = load("recipe.async_pipeline.verl_bridge.rules.config_checks").checked(config, planning=True)
     assert checked.translation.config.staleness.max_lag == 1
     assert checked.translation.config.strategy == "one_step_off"
     actor = config.actor_rollout_ref.actor

@@ -40,6 +40,7 @@ from recipe.async_pipeline.verl_bridge.agent_loop.episode import (
 )
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ROW_SPANS, ROW_TURNS, merged
+from tests import HANG_S
 from tests.fakes.environments import COUNTING, Counting
 
 httpx = pytest.importorskip("httpx")
@@ -214,7 +215,7 @@ class Table:
                 assert len(setup.sessions) == 0, "its keys are gone"
                 await self.module.stop()
 
-        return asyncio.run(asyncio.wait_for(episode(), 60))
+        return asyncio.run(asyncio.wait_for(episode(), HANG_S))
 
 
 ROW = {"raw_prompt": [{"role": "user", "content": ""}], "extra_info": {"seed": 5}, "index": 0}

@@ -21,6 +21,7 @@ from recipe.async_pipeline.agents.runners import Policy, Task
 from recipe.async_pipeline.errors import AgentFailed, RequestRefused
 from recipe.async_pipeline.gateway.claims import Claims
 from recipe.async_pipeline.gateway.client import ClaimedTask
+from tests import HANG_S
 
 pytestmark = pytest.mark.real_engine
 TASK, POLICY = Task({"messages": [], "seed": 3, "task": {}}, {}), Policy("http://x/v1", "k")
@@ -30,12 +31,12 @@ def with_runner(module: ModuleType, runs: Callable[[Any, Claims, str], Coroutine
     async def test() -> None:
         claims = Claims(60)
         running = asyncio.create_task(module.ExternalRunner(claims).run(TASK, POLICY, Folder()))
-        found = await claims.claim(30)
+        found = await claims.claim(HANG_S)
         assert found is not None
         assert found.task == {**TASK.shown, "base_url": "http://x/v1", "api_key": "k"}
         await runs(running, claims, found.lease)
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), HANG_S))
 
 
 def test_the_reward_is_what_the_runner_reports(module: ModuleType) -> None:
@@ -51,7 +52,7 @@ async def test_a_runner_that_may_set_the_reward_gets_the_control_key(module: Mod
     running = asyncio.create_task(
         module.ExternalRunner(claims).run(TASK, POLICY._replace(control_key="c"), Folder())
     )
-    found = await claims.claim(30)
+    found = await claims.claim(HANG_S)
     assert found is not None
     task = ClaimedTask("http://x", json.loads(json.dumps(found._asdict())))
     assert (task.control_key, task.api_key, task.shown) == ("c", "k", TASK.shown)

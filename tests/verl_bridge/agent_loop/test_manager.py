@@ -14,6 +14,7 @@ import pytest
 
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.errors import RolloutError
+from tests import HANG_S
 
 pytestmark = pytest.mark.real_engine
 
@@ -93,7 +94,7 @@ async def test_a_recalled_group_is_given_up_once(module: ModuleType, stored: boo
     group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
     await until_begun()
     recall.give("regenerate")
-    assert await asyncio.wait_for(group, 5) == (left if stored else None)
+    assert await asyncio.wait_for(group, HANG_S) == (left if stored else None)
     assert worker.given_up == ["a"]
 
 
@@ -112,7 +113,7 @@ async def test_a_worker_that_is_gone_has_nothing_to_give_up(
     group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
     await until_begun()
     recall.give("drop")
-    assert await asyncio.wait_for(group, 5) is None
+    assert await asyncio.wait_for(group, HANG_S) is None
 
 
 @pytest.mark.parametrize("recalled", [False, True])
@@ -125,7 +126,7 @@ async def test_a_stop_is_no_recall(module: ModuleType, recalled: bool) -> None:
         await until_begun()
     group.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(group, 5)
+        await asyncio.wait_for(group, HANG_S)
     assert worker.given_up == ["a"]
 
 
@@ -209,7 +210,7 @@ async def test_workers_are_closed_also_if_one_hangs_and_one_is_dead(
     manager.agent_loop_workers = [
         SimpleNamespace(close=SimpleNamespace(remote=one)) for one in (hang, fail, close)
     ]
-    await asyncio.wait_for(manager.close(), 30)
+    await asyncio.wait_for(manager.close(), HANG_S)
     assert closed == ["alive"]
 
 

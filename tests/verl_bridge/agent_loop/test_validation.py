@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests import HANG_S
+
 pytestmark = pytest.mark.real_engine
 
 
@@ -68,7 +70,7 @@ async def test_it_returns_when_all_prompts_have_ended(
     await pause()
     assert not call.done()
     prompts.events["a-1"].set()
-    await asyncio.wait_for(call, 5)
+    await asyncio.wait_for(call, HANG_S)
     assert not opened._ends
 
 
@@ -82,7 +84,7 @@ async def test_only_responses_to_its_own_prompts_are_removed(
     prompts = Prompts(opened, "a-1", "a-2")
     for event in prompts.events.values():
         event.set()
-    await asyncio.wait_for(opened.until_ended(["a-1", "a-2"], prompts.begin()), 5)
+    await asyncio.wait_for(opened.until_ended(["a-1", "a-2"], prompts.begin()), HANG_S)
     assert set(store.tags) == {"a-1", "a-2", "b-1", "b-1_0_0"}
 
 
@@ -99,7 +101,7 @@ async def test_a_task_that_fails_ends_the_call_with_its_error(
     await pause()
     prompts.events["a-1"].set()
     with pytest.raises(ConnectionError, match="the store is gone"):
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, HANG_S)
     prompts.events["a-2"].set()
     await asyncio.gather(*prompts.tasks, return_exceptions=True)
 

@@ -18,6 +18,7 @@ from recipe.async_pipeline.checkpoint import tensor_tree
 from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.lab.tasks.tokenizer import VOCAB_SIZE, make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episode import END, NOTED, TOOK_MS, take_turn
+from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.environments import Counting
 from tests.verl_bridge.conftest import Smoke
@@ -168,9 +169,9 @@ async def test_a_group_that_is_given_up_ends_with_nothing(
     worker = worker_of(play)
     group = asyncio.create_task(worker.run_group(PROMPT))
     # Its own task begins one step after it.
-    await (asyncio.wait_for(all_play.wait(), 5) if begun else asyncio.sleep(0))
+    await (asyncio.wait_for(all_play.wait(), HANG_S) if begun else asyncio.sleep(0))
     await worker.give_up("a")
-    assert await asyncio.wait_for(group, 5) == module.Answered([], [], [])
+    assert await asyncio.wait_for(group, HANG_S) == module.Answered([], [], [])
     assert (playing, store.begun) == ([0, 1] if begun else [], 0)
     await worker.give_up("a")  # It is over, and is left alone.
 
@@ -191,14 +192,14 @@ async def test_a_group_that_is_given_up_tells_whether_it_was_stored(
     group = asyncio.create_task(worker.run_group(PROMPT))
     if stored:
         scored.set()
-        await asyncio.wait_for(store.asked.wait(), 5)
-    await asyncio.wait_for(playing.wait(), 5)
+        await asyncio.wait_for(store.asked.wait(), HANG_S)
+    await asyncio.wait_for(playing.wait(), HANG_S)
     giving_up = asyncio.create_task(worker.give_up("a"))
     await asyncio.sleep(0)
     scored.set()
     store.may_put.set()
-    answered = await asyncio.wait_for(group, 5)
-    await asyncio.wait_for(giving_up, 5)
+    answered = await asyncio.wait_for(group, HANG_S)
+    await asyncio.wait_for(giving_up, HANG_S)
     assert [one.key for one in answered.trajectories] == store.keys == (["a_0_0"] if stored else [])
 
 
@@ -350,11 +351,11 @@ async def test_a_response_that_comes_after_its_group_is_not_stored(
 
     worker = worker_of(play, **{f"{ROLLOUT}.n": 1})
     group = asyncio.create_task(worker.run_group(PROMPT))
-    await asyncio.wait_for(playing.wait(), 5)
+    await asyncio.wait_for(playing.wait(), HANG_S)
     group.cancel()
     with pytest.raises(asyncio.CancelledError):
         await group
-    await asyncio.wait_for(asyncio.gather(*worker.background_tasks), 5)
+    await asyncio.wait_for(asyncio.gather(*worker.background_tasks), HANG_S)
     assert store.begun == 0
 
 

@@ -18,7 +18,7 @@ from recipe.async_pipeline.config.paths import OWN, RUNTIME, nested
 from recipe.async_pipeline.config.placement import Placement
 from recipe.async_pipeline.config.runtime import RuntimeConfig
 from recipe.async_pipeline.errors import RewardError
-from tests import FAKES
+from tests import FAKES, HANG_S
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -34,7 +34,7 @@ def manager(load: Load) -> Iterator[Make]:
     def make(on_failure: str) -> Any:
         own = {
             "reward": {
-                "timeout_s": 20.0,
+                "timeout_s": HANG_S,
                 "attempts": 1,
                 "concurrency": 1,
                 "failure": on_failure,

@@ -14,6 +14,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
+from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.token_spans import spans_of
 from recipe.async_pipeline.errors import VersionNotServed
 from recipe.async_pipeline.verl_bridge.agent_loop.episode import episode_with, kept_turns
@@ -135,7 +136,7 @@ def generate(module: ModuleType, balancer: Balancer, times: int = 1) -> Any:
             await asyncio.sleep(0)
             assert client.server_of == {}
 
-    return asyncio.run(main())
+    return run_virtual(main())
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["verl decides", "client decides"])
@@ -254,7 +255,7 @@ def test_a_worker_that_saw_no_death_waits_for_a_replica_too(module: ModuleType) 
         asyncio.get_running_loop().call_later(WAIT_S / 4, balancer.servers.update, {"b": well})
         return await client_of(module, balancer).generate("r", prompt_ids=[1], sampling_params={})
 
-    assert asyncio.run(main()).token_ids == [1]
+    assert run_virtual(main()).token_ids == [1]
     assert balancer.requested == ["b"]
 
 
@@ -381,7 +382,7 @@ def waiting_clients(story: Callable[[Any, Balancer, Held], Awaitable[None]], mod
     async def main() -> None:
         await story(client_of(module, balancer), balancer, held)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def begin(client: Any, *names: str) -> list[asyncio.Task[Any]]:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from recipe.async_pipeline.verl_bridge.rollout.device_holder import DeviceReservation, ReservedDevice
-from recipe.async_pipeline.weight_sync.host_slots import SAME_START_S
-from tests import REPOSITORY
+from recipe.async_pipeline.weight_sync.hosts.host_slots import SAME_START_S
+from tests import HANG_S, REPOSITORY
 
 
 async def where() -> tuple[str, dict[str, list[str]]]:
@@ -37,7 +37,7 @@ def test_it_ends_only_the_given_processes() -> None:
         gone = 2**22 + 1  # larger than any process id on Linux
         try:
             assert DeviceReservation().end([(doomed.pid, started), (spared.pid, another), (gone, 0.0)]) == 1
-            assert doomed.wait(timeout=10) == -signal.SIGKILL
+            assert doomed.wait(timeout=HANG_S) == -signal.SIGKILL
             assert spared.poll() is None, "its id belonged to another process before"
         finally:
             spared.kill()
@@ -49,7 +49,7 @@ def test_it_ends_processes_after_the_clock_was_adjusted() -> None:
         before = psutil.Process(doomed.pid).create_time() - 1.0
         try:
             assert DeviceReservation().end([(doomed.pid, before)]) == 1
-            assert doomed.wait(timeout=10) == -signal.SIGKILL
+            assert doomed.wait(timeout=HANG_S) == -signal.SIGKILL
         finally:
             doomed.kill()
 

@@ -15,8 +15,8 @@ from ray.exceptions import RayTaskError
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import LoadReport, Publication
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
-from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import LoadMode
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.virtual_time]
 TICKET = WeightTicket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25, host="a")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests import HANG_S
+
 pytestmark = pytest.mark.real_engine
 
 
@@ -58,7 +60,7 @@ def test_servers_start_with_a_copy_of_the_config(module: ModuleType) -> None:
     rollout = {"nnodes": 1, "name": "vllm", "disaggregation": {"enabled": False}}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {"path": "m"}}})
     manager = Manager(config)
-    manager._starting.result(timeout=60)
+    manager._starting.result(timeout=HANG_S)
     assert seen == [config]
     assert seen[0] is not config
     assert manager.rollout_config._get_parent()._get_parent() is seen[0]

@@ -14,15 +14,10 @@ import torch
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import EngineDeadError, ProofError, WaitTimeout, WeightSyncError
-from recipe.async_pipeline.verl_bridge.paced_starts import PER_TURN
-from recipe.async_pipeline.weight_sync.manifest import (
-    BucketEntry,
-    Manifest,
-    WeightTicket,
-    decode,
-)
-from recipe.async_pipeline.weight_sync.staging import StagingBoard
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, LoadMode
+from recipe.async_pipeline.verl_bridge.calls.paced_starts import PER_TURN
+from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import Loaded, LoadMode
+from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, WeightTicket, decode
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.virtual_time]
 HOW = LoadMode("keep", "host", False)

@@ -10,6 +10,7 @@ import pytest
 
 from recipe.async_pipeline.errors import WaitTimeout
 from recipe.async_pipeline.verl_bridge.trainer.calls import BlockingCalls
+from tests import HANG_S
 
 
 def test_results_and_errors_are_passed_on() -> None:
@@ -17,7 +18,7 @@ def test_results_and_errors_are_passed_on() -> None:
     assert asyncio.run(calls(divmod, 7, 2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(calls(divmod, 7, 0))
-    assert calls.submit(int, "3").result(60) == 3
+    assert calls.submit(int, "3").result(HANG_S) == 3
     calls.close()
 
 

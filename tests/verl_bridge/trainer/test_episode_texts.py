@@ -22,6 +22,11 @@ RESPONSES = {
     "u_1_0": [("42" + EOS, 1)],
     "pad_0_0": [("x", 0)],
 }
+EXTRA: dict[str, dict[str, Any]] = {
+    "u_0_0": {"acc": 1.0, "pred": "46"},
+    "u_1_0": {"acc": 0.0, "turns": "mine"},
+}
+"""What the reward function returned."""
 
 
 class Store:
@@ -46,6 +51,7 @@ class Store:
                 "rm_scores": torch.tensor([0.5]),
                 "reward_model": {"ground_truth": ""},
                 "extra_info": self._info,
+                "extra_fields": {"reward_extra_info": EXTRA[key]} if key in EXTRA else {},
             }
             rows.append({name: row[name] for name in select_fields})
         return list_of_dict_to_tensordict(rows)
@@ -81,7 +87,9 @@ def test_the_parts_of_responses_are_written(
     # Version 3 wrote the first of the two bytes of `é`.
     spans = spans_of([(2, 0), (3, 8), (4, 9)])
     trajectory = Trajectory(key="u_0_0", first_version=2, last_version=4, num_tokens=4, spans=spans)
-    group = Group(uid="u", step=4, trajectories=(trajectory,), payload=[["responses", *columns]])
+    group = Group(
+        uid="u", step=4, trajectories=(trajectory,), payload=[["responses", "extra_fields", *columns]]
+    )
 
     module.log_rollout_data(view, StepBatch(step=4, groups=(group,), payload=payload), {}, str(tmp_path))
     view._shutdown_dump_executor()
@@ -93,3 +101,8 @@ def test_the_parts_of_responses_are_written(
     }
     assert rows["u_0_0"]["output"] == "R\n#..G>é"
     assert [row.get("place") for row in rows.values()] == [place] * 3
+    assert {key: (row["acc"], row["pred"]) for key, row in rows.items()} == {
+        "u_0_0": (1.0, "46"),
+        "u_1_0": (0.0, None),
+        "pad_0_0": (None, None),
+    }

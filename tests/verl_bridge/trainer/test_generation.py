@@ -14,6 +14,7 @@ import pytest
 from recipe.async_pipeline.core.items import Group, Prompt, Trajectory
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.errors import RolloutError
+from tests import HANG_S
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -38,7 +39,7 @@ def generated(module: ModuleType, load: Load, metric: str, *infos: dict[str, Any
     made = module.Generation(
         manager=SimpleNamespace(run_group=run_group),
         prompts=SimpleNamespace(begin=lambda prompt: {}, identity=lambda uid: uid),
-        calls=SimpleNamespace(timeout_s=5.0),
+        calls=SimpleNamespace(timeout_s=HANG_S),
         stages=None,
         meters=quiet,
         bad_data=SimpleNamespace(refuse=lambda identity: None, judge=lambda *args: None),

@@ -19,8 +19,8 @@ from ray.exceptions import ActorDiedError
 from recipe.async_pipeline.core.items import StepBatch
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
-from recipe.async_pipeline.weight_sync.shard_load import RankLoad
+from recipe.async_pipeline.weight_sync.engine.shard_load import RankLoad
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine

@@ -14,12 +14,12 @@ import pytest
 from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.observe.observers import Observers
 from recipe.async_pipeline.observe.trackers import Trackers
+from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.trainer import SimTrainer
 
 pytestmark = pytest.mark.real_engine
 
-WAIT_S = 20.0
 FACTS = {
     "lag/mean": 0.0,
     "lag/max": 0.0,
@@ -86,7 +86,7 @@ class Parts:
         )
 
     def _free(self, *, keys: int, partition_id: str) -> None:
-        assert self.may_free.wait(WAIT_S)
+        assert self.may_free.wait(HANG_S)
         if self.error is not None:
             raise self.error
         self.freed.append(keys)
@@ -101,7 +101,7 @@ class Parts:
 
 @pytest.fixture
 def calls(load: Load) -> Iterator[Any]:
-    made = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(WAIT_S)
+    made = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(HANG_S)
     yield made
     made.close()
 
@@ -113,12 +113,12 @@ async def test_the_next_step_does_not_wait_but_the_one_after_does(
 
     parts.report.begin()
     parts.may_free.clear()
-    await asyncio.wait_for(parts.finish(1), WAIT_S)
+    await asyncio.wait_for(parts.finish(1), HANG_S)
     second = asyncio.create_task(parts.finish(2))
     await asyncio.sleep(0)
     assert not second.done() and parts.freed == []
     parts.may_free.set()
-    await asyncio.wait_for(second, WAIT_S)
+    await asyncio.wait_for(second, HANG_S)
     assert parts.freed[0] == 1
     await parts.report.close()
     assert parts.freed == [1, 2]
@@ -187,7 +187,7 @@ async def test_a_report_that_cannot_free_its_samples_ends_the_run(
     watching = asyncio.create_task(parts.report.watch())
     await parts.finish(1)
     with pytest.raises(ConnectionError, match="sample store"):
-        await asyncio.wait_for(watching, WAIT_S)
+        await asyncio.wait_for(watching, HANG_S)
     with pytest.raises(ConnectionError, match="sample store"):
         await parts.finish(2)
     await parts.report.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.core.items import StepBatch
+from tests import HANG_S
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -28,7 +29,7 @@ class Trainer:
 
     def _balance_batch(self, meta: Any, metrics: dict[str, Any]) -> Any:
         before = self.global_steps
-        self.both_inside.wait(60)
+        self.both_inside.wait(HANG_S)
         metrics["steps"] = (before, self.global_steps)
         return meta
 

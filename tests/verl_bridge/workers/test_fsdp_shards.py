@@ -14,16 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.async_pipeline.weight_sync.arena import HeldBlock
-from tests import REPOSITORY
+from recipe.async_pipeline.weight_sync.memory.arena import HeldBlock
+from tests import HANG_S, REPOSITORY
 from tests.conftest import Load
 from tests.fakes.private_mounts import may_unshare
 from tests.fakes.sharded_model import VERSIONS, make_model, train
 from tests.fakes.training_hosts import TrainingHost, training_hosts, versions_of
 
 pytestmark = pytest.mark.real_engine
-LIMIT_S = 300.0
-"""Ranks import verl first."""
 PARTS = "recipe.async_pipeline.verl_bridge.workers.fsdp_shards"
 ENVIRONMENT = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 """Of a rank: its script imports the fakes, which no installed package has."""
@@ -38,7 +36,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: list(ranks.values()) for name, ranks in json.loads(done.stdout).items()}
@@ -78,14 +76,14 @@ def test_ranks_on_several_hosts_write_into_separate_memory(tmp_path: Path, hosts
 
     async def main(asked: list[TrainingHost]) -> None:
         model, version = make_model(), 0
-        async for found in versions_of(asked, VERSIONS, LIMIT_S):
+        async for found in versions_of(asked, VERSIONS):
             expected = expected_version(model, version)
             assert list(found) == list(expected)
             assert all(torch.equal(found[name], value) for name, value in expected.items())
             version += 1
         assert version == VERSIONS
 
-    with training_hosts(commands, tmp_path, ENVIRONMENT, LIMIT_S) as asked:
+    with training_hosts(commands, tmp_path, ENVIRONMENT) as asked:
         asyncio.run(main(asked))
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.workers.policy_copy import PolicyCopy
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
-from recipe.async_pipeline.weight_sync.shard_load import RankLoad
+from recipe.async_pipeline.weight_sync.engine.shard_load import RankLoad
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 
 TICKET, NEXT = (
     WeightTicket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1) for version in (4, 5)

@@ -22,11 +22,11 @@ import torch
 
 from ...console import echo
 from ...errors import ConfigError
-from ...weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
-from ...weight_sync.board import await_manifest
-from ...weight_sync.copy_plan import Recorder
-from ...weight_sync.manifest import Manifest
-from ...weight_sync.standby_copy import StandbyCopy
+from ...weight_sync.engine.copy_plan import Recorder
+from ...weight_sync.engine.standby_copy import StandbyCopy
+from ...weight_sync.memory.arena import ArenaReader, ArenaWriter, HeldBlock
+from ...weight_sync.memory.board import await_manifest
+from ...weight_sync.memory.manifest import Manifest
 from ..tables import render_spread, render_table, spread
 from .machine import machine
 from .outputs import check_outputs

@@ -23,7 +23,7 @@ import torch
 
 from ...console import echo
 from ...errors import ConfigError
-from ...weight_sync.delta import apply, difference
+from ...weight_sync.hosts.delta import apply, difference
 from ..tables import render_spread, render_table, spread
 from ..tasks.build import ToySpec, ensure_toy
 from .machine import machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ...weight_sync.segment_names import PREFIX, SHM_DIR
+from ...weight_sync.memory.segment_names import PREFIX, SHM_DIR
 
 BLOCK = 512
 """Unit of `st_blocks`."""

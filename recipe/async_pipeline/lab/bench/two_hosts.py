@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...weight_sync.segment_names import PREFIX
+from ...processes import SLOW_START, repeat_slow_start
+from ...weight_sync.memory.segment_names import PREFIX
 from ..job import with_cpu_settings
 from .host_memory import BLOCK
 from .runner import JobFailed
@@ -25,10 +26,6 @@ from .workload import CONFIGS
 PORT = 6399
 LIMIT_S = 120.0
 """Deadline of a command that sets up a host, such as the start of its Ray node."""
-SLOW_START, STARTS = "timed out", 3
-"""Ray gives a node 30 s to start, which cannot be changed: the text of its error and of a command that takes
-too long, and how often to try.
-"""
 SHM_SIZE = "4g"
 """Shared memory of each host."""
 WAIT_S = 0.2
@@ -109,14 +106,8 @@ class Host:
 
     def start_ray(self, *options: str) -> None:
         """Start a Ray node. Raises JobFailed if it fails, or is too slow each time."""
-        for left in reversed(range(STARTS)):
-            try:
-                self.run(sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=64", *options)
-                return
-            except JobFailed as error:
-                if SLOW_START not in str(error) or not left:
-                    raise
-            self.end_processes()
+        command = (sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=64", *options)
+        repeat_slow_start(lambda: self.run(*command), lambda error: self.end_processes())
 
     def lose(self) -> None:
         """Cut its network first, so that no process can say goodbye, then kill all of its processes."""

@@ -19,7 +19,7 @@ import torch
 
 from ...console import echo
 from ...errors import ConfigError
-from ...weight_sync.segment import create_segment
+from ...weight_sync.memory.segment import create_segment
 from .arms import ENGINES
 from .machine import machine
 from .outputs import add_logs_option, check_outputs, job_logs

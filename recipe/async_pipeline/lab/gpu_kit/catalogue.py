@@ -90,7 +90,7 @@ def delivery(options: Options, written: Path) -> Sequence[str]:
 
 def engine(options: Options, written: Path) -> Sequence[str]:
     folder = models_folder(options)
-    module = (sys.executable, "-m", "recipe.async_pipeline.verl_bridge.engine_check")
+    module = (sys.executable, "-m", "recipe.async_pipeline.lab.gpu_kit.engine_check")
     ranks = ("--ranks", "2" if options.devices > 1 else "1", "--device", options.device)
     models = [str(folder / name) for name in UNTRAINED]
     check = (*module, *models, "--engine", str(engine_of()), *ranks, "--json", str(written))

@@ -30,12 +30,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...errors import ProofError
-from ...weight_sync.arena import ArenaReader, ArenaWriter, HeldBlock
-from ...weight_sync.board import await_manifest
-from ...weight_sync.manifest import Manifest
-from ...weight_sync.proof import Prover
-from ...weight_sync.ranks import T
-from ...weight_sync.recording_adapter import RecordingAdapter
+from ...weight_sync.engine.recording_adapter import RecordingAdapter
+from ...weight_sync.memory.arena import ArenaReader, ArenaWriter, HeldBlock
+from ...weight_sync.memory.board import await_manifest
+from ...weight_sync.memory.manifest import Manifest
+from ...weight_sync.proof.proof import Prover
+from ...weight_sync.proof.ranks import T
 
 LAYERS = 8
 WIDTHS = {"cuda": 2048, "cpu": 128}

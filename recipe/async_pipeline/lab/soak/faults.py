@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import psutil
 
 from ...processes import send_signal
-from ...weight_sync.segment_names import SHM_DIR, open_own
+from ...weight_sync.memory.segment_names import SHM_DIR, open_own
 from ..bench.workload import CONFIGS
 from ..job import with_cpu_settings
 from .job import ENGINES, SERVERS, START_S, RecordFields, SoakFailed, SoakJob, served
@@ -42,7 +42,7 @@ BURST, PAUSE_S, BURST_LIMIT_S = 2048, 2.0, 120.0
 FLOOD, FLOOD_LIMIT_S, FLOOD_START_S, CONTROL_S = 4096, 120.0, 60.0, 1.0
 """Requests of a flood, their deadline, seconds for its process to start, and the largest latency of 99 in 100
 checks."""
-FLOODING = "recipe.async_pipeline.verl_bridge.rollout.flood"
+FLOODING = "recipe.async_pipeline.lab.soak.flood"
 RAYLET, RAY_ADDRESS = "raylet", re.compile(r"--gcs-address=(\S+)")
 NEXT_VERSION_S = 60.0
 """Seconds until the next weight version must have been gathered."""

@@ -15,10 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...core.event_audit import audit_events
 from ...core.ledger_audit import Audit
 from ...observe.ledger_file import NAME, audit_file
 from ...observe.summary import one_line
+from ..event_audit import audit_events
 from .faults import FAULTS, strike
 from .job import START_S, SoakFailed, SoakJob, served
 

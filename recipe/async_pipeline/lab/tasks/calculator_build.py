@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DATA_SOURCE = "async_pipeline/calculator"
 """Validation reports both lengths by themselves: this with the suffix `_short` or `_long`."""
 REWARD_FILE = Path(__file__).with_name("calculator_reward.py")
-TOOLS = Path(__file__).parents[2] / "verl_bridge" / "calculator_tool.py"
+TOOLS = Path(__file__).with_name("calculator_tool.py")
 """The file that verl loads the tool from; the directory of the task has a copy, `tools.py`."""
 
 

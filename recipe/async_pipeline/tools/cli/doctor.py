@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING
 from recipe.async_pipeline import __version__
 from recipe.async_pipeline.config.paths import MODE, PATCH_FREE
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
-from recipe.async_pipeline.contract import engines
 from recipe.async_pipeline.errors import ConfigError, PatchError
-from recipe.async_pipeline.patching import patched_tree, series, verl_source
+from recipe.async_pipeline.installed import engines, verl
+from recipe.async_pipeline.installed.patch_state import patches_dir, require_patched
+from recipe.async_pipeline.tools.patches import patched_tree, series, verl_source
 
 from .engine_findings import check_versions, examine_engines
 from .finding import Finding, as_line
 from .machine_findings import count_nvidia_devices, examine_machine
 
 if TYPE_CHECKING:
-    from recipe.async_pipeline.contract.compare import ContractProblem
+    from recipe.async_pipeline.tools.contract.compare import ContractProblem
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PLUGIN_GROUP, PLUGIN_NAME = "verl.plugins", "async_pipeline"
@@ -143,7 +144,7 @@ def examine() -> tuple[Finding, ...]:
         check_plugin(importlib.metadata.entry_points(group=PLUGIN_GROUP)),
         check_package("torch", "torch"),
         *check_engines(),
-        *check_versions(engines.installed(), series.patches_dir(), count_nvidia_devices()),
+        *check_versions(engines.installed(), patches_dir(), count_nvidia_devices()),
         check_package("ray", "ray"),
         check_package("transfer_queue", "TransferQueue"),
         check_megatron(),
@@ -154,14 +155,14 @@ def examine() -> tuple[Finding, ...]:
 def _folder() -> Path:
     """Return the folder of the series for the importable verl, or of the pinned one."""
     try:
-        return verl_source.series_folder(verl_source.find_verl_root())
+        return verl_source.series_folder(verl.find_verl_root())
     except PatchError:
-        return series.patches_dir()
+        return patches_dir()
 
 
 def examine_tree(root: Path) -> tuple[Finding, ...]:
     """Compare the verl at `root` with what this package uses of the pinned one."""
-    from recipe.async_pipeline.contract.compare import compare
+    from recipe.async_pipeline.tools.contract.compare import compare
 
     found = compare(root, verl_source.series_folder(root))
     same = found.verl == found.pin
@@ -209,7 +210,7 @@ def check_pin(folder: Path) -> Finding:
     """Check that the importable verl is the pinned version, and the tree that `patch` works on."""
     pin = verl_source.read_pin(folder)
     try:
-        root = verl_source.find_verl_root()
+        root = verl.find_verl_root()
         verl_source.check_version(root, pin)
     except PatchError as error:
         return Finding(subject="verl", verdict="fail", detail=str(error))
@@ -229,10 +230,10 @@ def check_pin(folder: Path) -> Finding:
 def check_patches(folder: Path) -> tuple[Finding, ...]:
     """Check that the importable verl is patched, or as published; report what it lacks without each patch."""
     try:
-        root = verl_source.find_verl_root()
+        root = verl.find_verl_root()
         if patched_tree.patch_state(root, folder=folder).overall == "pristine":
             return _without_patches(folder)
-        patched_tree.require_patched(root, folder=folder)
+        require_patched(root, series.load_series(folder).ids)
     except PatchError as error:
         return (Finding(subject="patches", verdict="fail", detail=str(error)),)
     detail = f"{len(series.series_names(folder))} applied"

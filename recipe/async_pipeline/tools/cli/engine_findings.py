@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.async_pipeline.contract import engines
-from recipe.async_pipeline.contract.declared import ENGINES
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.installed.engines import ENGINES, EngineTree, installed
+from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.tools.contract import engines
 
 from .finding import Finding
 from .machine_findings import count_nvidia_devices
@@ -34,11 +34,11 @@ def examine_engines(root: Path | None) -> tuple[Finding, ...]:
     Returns a row for each engine, and one for each difference. Raises ContractError if `root` has no engine
     or a file of it cannot be parsed.
     """
-    found = engines.installed() if root is None else engines.unpacked(root)
+    found = installed() if root is None else engines.unpacked(root)
     if not found:
         detail = f"neither {' nor '.join(ENGINES)} is installed"
         return (Finding(subject="engine", verdict="fail", detail=detail, remedy="install one of them"),)
-    contracts = engines.load(series.patches_dir())
+    contracts = engines.load(patches_dir())
     # A tree may be meant for another machine.
     cpu = on_cpu(count_nvidia_devices()) if root is None else on_cpu()
     return tuple(
@@ -86,8 +86,8 @@ def on_cpu(num_gpus: int = 1) -> bool:
     return platform == "cpu" if platform else not num_gpus
 
 
-def check_versions(found: Sequence[engines.EngineTree], folder: Path, num_gpus: int) -> tuple[Finding, ...]:
-    """Check for each engine that it is the tested version, or that it has all that this package uses.
+def check_versions(found: Sequence[EngineTree], folder: Path, num_gpus: int) -> tuple[Finding, ...]:
+    """Check for each engine that it has the tested files, or else all that this package uses.
 
     The contract is read from `folder`. It is a failure if no run could start with any engine.
     """
@@ -102,14 +102,14 @@ def check_versions(found: Sequence[engines.EngineTree], folder: Path, num_gpus: 
 
 
 def _version(
-    engine: engines.EngineTree,
+    engine: EngineTree,
     contract: engines.EngineContract,
     breaks: Sequence[engines.Difference],
     *,
     unusable: bool,
 ) -> Finding:
     if contract.is_of(engine):
-        detail = f"{engine.name} {engine.version}, which this package is tested with"
+        detail = f"{engine.name} {engine.version}, with the files that this package is tested with"
         return Finding(subject=f"{engine.name} contract", verdict="ok", detail=detail)
     number, starts = len(breaks), not any(one.is_verls for one in breaks)
     detail = f"{engine.name} {engine.version}; tested: {contract.version}; "

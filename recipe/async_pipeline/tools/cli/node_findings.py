@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .finding import Finding, as_line
 
 if TYPE_CHECKING:
-    from ...verl_bridge.node_calls import NodeAnswer
+    from .node_calls import NodeAnswer
 
 COMMAND = ("-m", "recipe.async_pipeline", "doctor", "--json")
 TIMEOUT_S = 120.0
@@ -79,7 +79,7 @@ def examine_cluster(address: str, nodes: int | None = None) -> list[tuple[str, F
     Disagreements come last, for the node `all`, among them a number of nodes other than `nodes`. Raises
     ConfigError if no cluster answers at `address`.
     """
-    from ...verl_bridge.node_calls import on_every_node
+    from .node_calls import on_every_node
 
     return rows_of(on_every_node(address, COMMAND, TIMEOUT_S), nodes)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_pipeline.console import EXIT_OK, echo
-from recipe.async_pipeline.patching import patched_tree, series, verl_source
-from recipe.async_pipeline.patching.refresh import refresh
+from recipe.async_pipeline.installed import patch_state
+from recipe.async_pipeline.tools.patches import patched_tree, series, verl_source
+from recipe.async_pipeline.tools.patches.refresh import refresh
 
 HELP = {
     "fetch": "download the pinned verl to .cache/verl and check its hash, or link a clone (--verl-dir)",
@@ -46,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action and print its result. Raises PatchError as the functions of `patching` do."""
-    folder = series.patches_dir()
+    """Run the action and print its result. Raises PatchError as the functions of `tools/patches` do."""
+    folder = patch_state.patches_dir()
     result = _fetch(args, folder) if args.action == "fetch" else _on_tree(args, folder)
     echo(json.dumps(result, indent=2) if args.json else _as_text(result))
     return EXIT_OK
@@ -63,7 +64,7 @@ def _fetch(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _on_tree(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     root: Path = args.verl_dir or verl_source.default_verl_root(folder)
-    folder = verl_source.series_folder(root, folder)
+    patches, folder = folder, verl_source.series_folder(root, folder)
     verl_source.check_version(root, verl_source.read_pin(folder))
     changed: tuple[str, ...] = ()
     if args.action == "apply":
@@ -73,7 +74,9 @@ def _on_tree(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     elif args.action == "refresh":
         pristine = functools.partial(verl_source.published_file, folder)
         rewritten = refresh(args.patch, root, pristine=pristine, add=args.paths, folder=folder)
-        changed = (f"patches/{args.patch}",) if rewritten else ()
+        if rewritten:
+            series.record_ids(patches)
+            changed = (f"patches/{args.patch}", f"patches/{patch_state.FILE}")
     return _report(args.action, root, folder, changed=changed)
 
 

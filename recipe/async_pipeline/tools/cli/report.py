@@ -12,7 +12,6 @@ from typing import Any
 from ...console import echo
 from ...errors import AsyncPipelineError, RunFilesError
 from ...observe.step_account import summary_of
-from ...observe.trace import write_trace
 from ...observe.wording import map_coverage
 from ..report.advice import advise
 from ..report.advice_model import facts_of
@@ -21,6 +20,7 @@ from ..report.data import RunData, changed_settings, data_of
 from ..report.page import figures_of, run_page
 from ..report.run_reader import read_run
 from ..report.schedule_picture import common_seconds, draw, window_of
+from ..report.trace import write_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ...config.placement import Placement
-from ...config.run_plan import drawing
 from ...config.schema import AsyncPipelineConfig
 from ...console import echo
 from ...core.untrained_groups import Straggler
 from ...errors import ConfigError
+from ..explain.run_plan import drawing
 from ..plan.bound import bound_terms, estimate_s
 from ..plan.candidates import MEASURED_STEPS, WORK_BATCHES
 from ..plan.layout import Rejections, groups_of, knobs_of, placement_of, pools_of, smaller

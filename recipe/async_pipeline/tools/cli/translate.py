@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from ...config.foreign_keys import Document
 from ...config.overrides import hydra_value
 from ...console import echo
-from ...contract.config_keys import keys_of_tree
 from ...errors import ConfigError, PatchError
-from ...patching.verl_source import find_verl_root
+from ...installed.verl import find_verl_root, keys_of_tree
 from ...redaction import shown
 from ..translate.async_flow import translate_async_flow
 from ..translate.composition import composed

@@ -17,6 +17,7 @@ from ...config.settings_file import of_settings
 from ...core.events import LogRecord
 from ...errors import ConfigError
 from ...observe.event_file import read_events
+from ...observe.run_files import events_of_steps
 
 SETTINGS = "settings.json"
 ENDS = {
@@ -113,7 +114,7 @@ class RunLog:
 
 def read_run(directory: Path) -> RunLog:
     """Read a run's directory. Raises ConfigError if it is not one, or the run trained nothing."""
-    settings, events = directory / SETTINGS, directory / "events.jsonl"
+    settings, events = directory / SETTINGS, events_of_steps(directory)
     for path in (events, settings):
         if not path.is_file():
             raise ConfigError(

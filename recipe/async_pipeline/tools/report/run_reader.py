@@ -14,6 +14,7 @@ from ...core.replay import start_facts
 from ...errors import RunFilesError
 from ...observe.event_file import read_events
 from ...observe.picture_folder import Picture, read_pictures
+from ...observe.run_files import events_of_steps
 from ...observe.wording import ENGINE_LINE
 
 PREFIX = "async_pipeline/"
@@ -54,13 +55,14 @@ def read_run(path: Path) -> RunFiles:
         )
 
     missing: list[str] = []
-    events = _events(path / "events.jsonl", missing)
+    file = events_of_steps(path)
+    events = _events(file, missing)
     steps, validations = _metrics(path / "metrics.jsonl", missing)
-    earlier = len(list(path.glob("events.*.jsonl")))
-    if earlier:
+    others = sorted(one.name for one in path.glob("events*.jsonl") if one != file)
+    if others:
         missing.append(
-            f"the run was resumed: the report shows the metrics of {earlier} earlier "
-            f"process{'es' if earlier > 1 else ''}, but not the events"
+            "the run was resumed: the report shows the metrics of all processes, but only the events of the "
+            f"last one that trained, {file.name}, and not {', '.join(others)}"
         )
     if not events and not steps:
         raise RunFilesError(f"{path} has neither events nor metrics of a run: {'; '.join(missing)}")
@@ -94,18 +96,18 @@ def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:
     try:
         events = read_events(path)
     except FileNotFoundError:
-        missing.append("events.jsonl does not exist: no timeline, device-seconds, queues, weight updates")
+        missing.append(f"{path.name} does not exist: no timeline, device-seconds, queues, weight updates")
         return ()
     except (OSError, ValueError, KeyError) as error:
         missing.append(
-            f"events.jsonl cannot be read ({type(error).__name__}: {error}): no timeline, device-seconds, "
+            f"{path.name} cannot be read ({type(error).__name__}: {error}): no timeline, device-seconds, "
             "queues, weight updates"
         )
         return ()
 
     if not {"graph", "pools"} <= start_facts(events).keys():
         missing.append(
-            "events.jsonl does not begin with the stages and pools of the run (an older version wrote it): "
+            f"{path.name} does not begin with the stages and pools of the run (an older version wrote it): "
             "no device-seconds"
         )
         return ()

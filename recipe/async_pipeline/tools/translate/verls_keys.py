@@ -10,7 +10,7 @@ from typing import Any
 from ...config.agentic import AgenticConfig
 from ...config.foreign_keys import Document, Outcome, nothing, only, to
 from ...config.paths import OWN, select
-from ...contract.config_keys import has
+from ...installed.verl import has
 from .rules import Became, Table, TranslatedFile, as_it_is
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -61,7 +61,7 @@ VERLS: Table = (
     ("algorithm.*", as_it_is),
     ("critic.*", as_it_is),
     ("data.*", as_it_is),
-    ("global_profiler.*", as_it_is),
+    ("global_profiler.*", nothing("the pipeline profiles no steps")),
     ("ray_kwargs.*", as_it_is),
     ("reward.*", as_it_is),
     ("trainer.*", as_it_is),

@@ -38,8 +38,8 @@ from ...gateway.chains import ChainRow
 from ...gateway.claims import Claims
 from ...gateway.registry import Sessions
 from ...gateway.sessions import RECALLED, Session, SessionLimits
+from ..launch.run_config import knobs_of
 from ..reward.default_function import can_score
-from ..run_config import knobs_of
 from .environment_loop import RewardedTurns, plain, seed_of
 from .episode import END, NOTED, TOOK_MS, WHY, current_attempt
 from .external_runner import AddressFile, ExternalRunner

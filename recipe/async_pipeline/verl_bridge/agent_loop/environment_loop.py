@@ -31,7 +31,7 @@ from ...agents.environment import EnvironmentSpec, Step
 from ...agents.episodes import DONE
 from ...errors import ConfigError, EnvironmentFailed
 from ...gateway.conversation import Message
-from ..run_config import knobs_of
+from ..launch.run_config import knobs_of
 from .episode import END, NOTED, WHY, current_attempt
 from .model_tokens import tokens_of, turn_ends
 from .row_place import place_of

@@ -23,7 +23,7 @@ from ...core.bad_data import Flaw
 from ...core.deadline import within
 from ...core.token_spans import spans_of
 from ...errors import EnvironmentFailed, WaitTimeout
-from ..ray_calls import cause_of
+from ..calls.ray_calls import cause_of
 from .version_spans import ResponseTurn
 
 T = TypeVar("T")

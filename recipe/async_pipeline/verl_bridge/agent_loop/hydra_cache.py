@@ -12,7 +12,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from ..run_config import ReadOnce
+from ..launch.run_config import ReadOnce
 
 _SPECIAL = ("_recursive_", "_convert_", "_partial_", "_args_")
 

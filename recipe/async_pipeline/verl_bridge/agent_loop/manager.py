@@ -17,12 +17,12 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from ...core.items import Group
 from ...core.recall import Recall
 from ...observe.summary import causes
-from ..control_calls import GROUPS
-from ..direct_calls import ConnectionLost, DirectCaller
-from ..ray_calls import got
-from ..restartable_actors import restartable
-from ..run_config import open_requests_of
-from ..sample_store import WriteShard
+from ..calls.control_calls import GROUPS
+from ..calls.direct_calls import ConnectionLost, DirectCaller
+from ..calls.ray_calls import got
+from ..calls.restartable_actors import restartable
+from ..launch.run_config import open_requests_of
+from ..store.sample_store import WriteShard
 from .answers import Answered
 from .worker import GIVE_UP_S, PushAgentLoopWorker
 

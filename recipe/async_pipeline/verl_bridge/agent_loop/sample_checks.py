@@ -12,7 +12,7 @@ from ray.exceptions import RayTaskError
 from ...core.bad_data import Flaw, flaws_of, flaws_of_group, long_prompt, not_a_score, score_of
 from ...errors import BadDataError, RewardError
 from ...redaction import without_secrets
-from ..ray_calls import cause_of
+from ..calls.ray_calls import cause_of
 from ..reward.manager import UNSCORED
 from .episode import current_episode, episode_with
 from .version_spans import ResponseTurn, writer_of

@@ -20,8 +20,8 @@ from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said, ToolCall, tool_call
 from ...gateway.turns import CannotAppend, Form
 from ...gateway.wire import arguments_of
-from ...weight_sync.versioned_engine import FORM
-from ..ray_calls import cause_of
+from ...weight_sync.engine.versioned_engine import FORM
+from ..calls.ray_calls import cause_of
 from ..rollout.client import refuses_request
 from .answer_form import structured
 from .model_tokens import tokens_of, turn_ends

@@ -16,8 +16,8 @@ import transfer_queue
 from verl.utils import tensordict_utils
 
 from ...checkpoint.tensor_tree import storable
-from ..sample_columns import SampleColumns
-from ..sample_grouping import joinable
+from ..store.sample_columns import SampleColumns
+from ..store.sample_grouping import joinable
 from .answers import ResponseSample
 from .episode import Store, current_episode, episode_with
 

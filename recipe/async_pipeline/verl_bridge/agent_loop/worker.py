@@ -21,13 +21,13 @@ from ...core.bad_data import Flaw
 from ...core.items import Group
 from ...errors import RolloutError
 from .. import replaced
-from ..control_calls import CONTROL, GIVE_UP, ControlCalls, control
-from ..direct_calls import Address, DirectCalls
-from ..garbage import freeze_present_objects
+from ..calls.control_calls import CONTROL, GIVE_UP, ControlCalls, control
+from ..calls.direct_calls import Address, DirectCalls
+from ..launch.run_config import knobs_of
+from ..process.garbage import freeze_present_objects
 from ..reward.responses import Response
 from ..reward.worker import PlainCaller
-from ..run_config import knobs_of
-from ..sample_store import count_cores_once
+from ..store.sample_store import count_cores_once
 from . import (
     agent_session_loop,
     diffusion_loop,

@@ -17,7 +17,7 @@ from verl import DataProto
 from ...config.schema import AsyncPipelineConfig
 from ...core.bad_data import not_a_score, score_of
 from ...errors import RewardError
-from ..ray_calls import got
+from ..calls.ray_calls import got
 
 NOT_FOR_REWARDS = (
     "input_ids",

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import math
 import multiprocessing
 import os
 import resource
 import signal
-import sys
 import threading
-import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -32,7 +29,6 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ...core.bad_data import not_a_score, score_of
@@ -41,8 +37,8 @@ from ...core.threads import awaited_here
 from ...errors import ConfigError, RewardError, WaitTimeout
 from ...processes import end_with_parent, gain_no_rights
 from ...redaction import without_secrets
+from ..process.user_modules import FILE, PACKAGE, module_of
 
-PACKAGE, FILE = "pkg://", "file://"
 START_S = 60.0
 """Time limit for the start of a process, which loads the function's file."""
 BATCH_WAIT_S = 0.02
@@ -316,8 +312,6 @@ def _begin(path: str, name: str, memory_mb: int | None, begins: Any) -> None:
     gain_no_rights()
     # A core dump would contain the responses and scores of the run.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if not path.startswith(PACKAGE):
-        sys.path.append(str(Path(path.removeprefix(FILE)).resolve().parent))
     _load(path, name)
     if memory_mb is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
@@ -351,7 +345,7 @@ def _load(path: str, name: str) -> Callable[..., Any]:
         if path.startswith(PACKAGE):
             module = importlib.import_module(path.removeprefix(PACKAGE).replace("/", "."))
         else:
-            module = _module_of(Path(path.removeprefix(FILE)).resolve())
+            module = module_of(Path(path.removeprefix(FILE)))
 
         function: Callable[..., Any] = getattr(module, name)
     except Exception as error:  # the file may raise any exception
@@ -360,35 +354,3 @@ def _load(path: str, name: str) -> Callable[..., Any]:
             "name"
         ) from error
     return function
-
-
-def _module_of(file: Path) -> ModuleType:
-    """Execute a Python file as the module that `import` of its stem yields in a script of the same folder.
-
-    As that module it is in `sys.modules`, which dataclasses and pickle need. A process of the pool also has
-    the file's folder on its path, so that processes that the function spawns find the module.
-    """
-    name = _module_name(file)
-    if name in sys.modules:
-        return sys.modules[name]
-
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _module_name(file: Path) -> str:
-    """Return the file's stem, or a unique name if the stem belongs to another module."""
-    if "." not in file.stem:
-        with suppress(ValueError):  # __main__ has no spec
-            other = importlib.util.find_spec(file.stem)
-            if other is None or other.origin == str(file):
-                return file.stem
-    return f"reward_function_{zlib.crc32(os.fsencode(file)):08x}"

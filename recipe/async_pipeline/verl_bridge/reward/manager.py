@@ -10,7 +10,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
 from ...errors import RewardError
-from ..run_config import knobs_of, runtime_of
+from ..launch.run_config import knobs_of, runtime_of
 from .executor import FunctionLocation, Limits, RewardGuard
 
 UNSCORED = "unscored"

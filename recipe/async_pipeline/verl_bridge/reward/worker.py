@@ -14,7 +14,7 @@ from typing import Any
 from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
-from ..direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
+from ..calls.direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
 from .executor import only_errors
 from .naive_scoring import Scorer, scorer_of
 from .responses import PlainData, Response

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager
 
-from ..restartable_actors import restartable
+from ..calls.restartable_actors import restartable
 from .worker import PlainRewardLoopWorker
 
 

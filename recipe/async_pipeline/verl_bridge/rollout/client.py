@@ -20,12 +20,12 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ...core.deadline import within
 from ...errors import VersionNotServed, WaitTimeout
-from ...weight_sync.versioned_engine import FORM
+from ...weight_sync.engine.versioned_engine import FORM
 from ..agent_loop.episode import current_attempt, current_episode, take_turn, taken_turns
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
-from ..direct_calls import ConnectionLost, DirectActors
-from ..ray_calls import ASK_S, cause_of
-from ..run_config import ReadOnce, open_requests_of
+from ..calls.direct_calls import ConnectionLost, DirectActors
+from ..calls.ray_calls import ASK_S, cause_of
+from ..launch.run_config import ReadOnce, open_requests_of
 from .router import Router, servers_of
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import ray
 
-from ...weight_sync.host_slots import running
+from ...weight_sync.hosts.host_slots import running
 
 
 class DeviceReservation:

@@ -13,8 +13,8 @@ from ...core.deadline import within
 from ...errors import WeightSyncError
 from ...observe import replica_requests
 from ...observe.summary import write_atomically
-from ...weight_sync.keeper import describe_error
-from ...weight_sync.registry import ConsumerState
+from ...weight_sync.fleet.keeper import describe_error
+from ...weight_sync.fleet.registry import ConsumerState
 
 if TYPE_CHECKING:
     from .replica_pool import RolloutPool

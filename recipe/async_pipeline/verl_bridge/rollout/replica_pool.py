@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout replicas of a run: on devices separate from training, loaded a few at a time.
 
-`weight_sync/keeper.py` decides when a failed replica is restarted; the engine's replica class does it.
+`weight_sync/fleet/keeper.py` decides when a failed replica is restarted; the engine's replica class does it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ...config.weight_sync import concurrent_loads
 from ...core.deadline import all_of
 from ...core.items import LoadReport, Publication
 from ...errors import WeightSyncError
-from ...weight_sync.fleet import Fleet
-from ...weight_sync.manifest import WeightTicket
-from ...weight_sync.versioned_engine import LoadMode
-from ..direct_calls import ConnectionLost, DirectCaller
-from ..host_memory_service import HostMemories, MemoryServices
-from ..ray_calls import ASK_S, cause_of, got
+from ...weight_sync.engine.versioned_engine import LoadMode
+from ...weight_sync.fleet.fleet import Fleet
+from ...weight_sync.memory.manifest import WeightTicket
+from ..calls.direct_calls import ConnectionLost, DirectCaller
+from ..calls.ray_calls import ASK_S, cause_of, got
+from ..weights.host_memory_service import HostMemories, MemoryServices
 from .device_holder import node_id
 
 
@@ -137,7 +137,7 @@ class RolloutPool:
         """Ask each replica for its node; blocks on Ray calls.
 
         `max_concurrent_loads` is the configured value, or None for the default. `delta`: replicas may ask for
-        differences between versions. `say` and `note`: see `weight_sync.fleet.Fleet`; `note` also gets
+        differences between versions. `say` and `note`: see `weight_sync.fleet.fleet.Fleet`; `note` also gets
         UNSTAGED, and then `why`. `resized` gets the number of replicas whenever one has joined or left.
         """
         if not manager.get_replicas():

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...weight_sync.element_map import Piece, View
-from ...weight_sync.engine_adapter import Expected
-from ...weight_sync.manifest import TensorEntry
+from ...weight_sync.engine.engine_adapter import Expected
+from ...weight_sync.memory.manifest import TensorEntry
+from ...weight_sync.proof.element_map import Piece, View
 
 DROPPED = "the engine's mapper drops its name"
 UNUSED = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")

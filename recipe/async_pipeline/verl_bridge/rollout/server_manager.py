@@ -20,8 +20,8 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
 from ...config.placement import Placement
-from ..ray_calls import got, result_of
-from ..run_config import open_requests_of
+from ..calls.ray_calls import got, result_of
+from ..launch.run_config import open_requests_of
 from .client import PipelineLLMClient
 from .standalone_replica import SHARES_OF_A_DEVICE, StandaloneReplica
 

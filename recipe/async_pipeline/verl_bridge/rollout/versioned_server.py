@@ -21,17 +21,17 @@ from ...core.deadline import unless_broken, within
 from ...core.items import LoadReport
 from ...core.staleness import check_served
 from ...errors import StagingError, WaitTimeout, WeightSyncError
-from ...weight_sync.busy_time import OpenTime
-from ...weight_sync.host_slots import Reader, this_process
-from ...weight_sync.manifest import Manifest, WeightTicket, encode, over_nodes
-from ...weight_sync.preparation import Preparation
-from ...weight_sync.staging import await_staged
-from ...weight_sync.versioned_engine import Loaded, LoadMode, Salts, VersionedEngine, recorded_spans
+from ...weight_sync.engine.busy_time import OpenTime
+from ...weight_sync.engine.staging import await_staged
+from ...weight_sync.engine.versioned_engine import Loaded, LoadMode, Salts, VersionedEngine, recorded_spans
+from ...weight_sync.fleet.preparation import Preparation
+from ...weight_sync.hosts.host_slots import Reader, this_process
+from ...weight_sync.memory.manifest import Manifest, WeightTicket, encode, over_nodes
 from ..agent_loop.partial_rollouts import as_array
-from ..control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
-from ..direct_calls import Address, DirectCalls
-from ..host_memory_service import HostMemories
-from ..paced_starts import PacedStarts
+from ..calls.control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
+from ..calls.direct_calls import Address, DirectCalls
+from ..calls.paced_starts import PacedStarts
+from ..weights.host_memory_service import HostMemories
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from ...observe.event_file import EventFile
 from ...observe.summary import RunRecorder, one_line
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.partial_rollouts import WRITTEN_S
-from ..ray_calls import cause_of
-from ..sample_store import WriteShard, note
+from ..calls.ray_calls import cause_of
+from ..store.sample_store import WriteShard, note
 from ..workers.policy_copy import PolicyCopy
 from .calls import BlockingCalls
 from .checkpoint_contents import (

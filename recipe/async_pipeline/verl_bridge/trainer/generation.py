@@ -16,11 +16,11 @@ from transfer_queue import KVBatchMeta
 from ...config.schema import AsyncPipelineConfig
 from ...core.bad_data import BadData, GroupVerdict, score_of
 from ...core.deadline import within
+from ...core.events import SLOWEST_TURNS
 from ...core.items import Admission, Group, Prompt, PromptBatch, StepBatch, Trajectory
 from ...core.recall import Recall
 from ...errors import RolloutError
 from ...observe.agent_output import FailedAttempt
-from ...observe.trace_episodes import TURNS
 from ..agent_loop.answers import Details
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.version_spans import cost_columns
@@ -111,7 +111,7 @@ class Generation:
 
         costs = cost_columns([details.cost for details in done.details])
         if done.slowest_turns:
-            costs[TURNS] = done.slowest_turns
+            costs[SLOWEST_TURNS] = done.slowest_turns
         if done.failed:
             await self._calls(self._keep_output, prompt.step, done.failed)
         self._note("ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **costs)

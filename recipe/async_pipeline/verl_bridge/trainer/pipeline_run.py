@@ -48,21 +48,20 @@ from ...observe.overlap import OverlapMeter
 from ...observe.step_account import StepAccountant
 from ...observe.summary import RunRecorder, causes, write_atomically
 from ...observe.table import closing, header
-from ...observe.trace import leave_trace
 from ...observe.trackers import ServiceCalls, Trackers
 from ...observe.watchdog import Watchdog
 from ...redaction import redacted
 from ...stages.custom import insert_custom_stages
-from ...weight_sync.manifest import WeightTicket
-from .. import sample_store
+from ...weight_sync.memory.manifest import WeightTicket
 from ..agent_loop.manager import PushAgentLoopManager
-from ..diffusers_rules import draws_images
-from ..garbage import present_objects_frozen
-from ..interrupts import until_cancelled
+from ..launch.run_config import knobs_of, runtime_of
+from ..process.garbage import present_objects_frozen
+from ..process.interrupts import until_cancelled
 from ..rollout.elasticity import Elasticity
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import room_by_node
-from ..run_config import knobs_of, runtime_of
+from ..rules.diffusers_rules import draws_images
+from ..store import sample_store
 from . import checkpoint_contents
 from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups
@@ -86,8 +85,6 @@ KEPT_RECORDS = 10_000
 """Number of events kept in memory; `events.jsonl` has all of them."""
 CLOSE_S = 5.0
 """Seconds for the workers to unlink their shared memory, and to delete a kept reference, at the end."""
-TRACE_S = 60.0
-"""Seconds for writing the trace of the run; after a timeout, `async-pipeline report` can write it later."""
 
 
 class PipelineRun:
@@ -191,10 +188,8 @@ class PipelineRun:
             asyncio.run(until_cancelled(self._run(), self._save_on_notice))
         finally:
             # Also after a failure, but without waiting for a worker that may be stuck.
-            trace = self.calls.submit(leave_trace, self.folder.path, say)
             ends = (self.verl.actor_rollout_wg.close_arenas, self.log_probs.close)
             wait([self.calls.submit(end) for end in ends], timeout=CLOSE_S)
-            wait([trace], timeout=TRACE_S)
             self.calls.close()
 
     async def _save_on_notice(self) -> None:

@@ -12,16 +12,17 @@ from ...config.schema import is_strategy
 from ...core.schedule import Schedule
 from ...errors import ConfigError
 from ...redaction import hide_in_output
-from ...strategies import STRATEGIES, load_class
-from ..ray_cluster import require_run_dir
+from ...strategies import load_class
+from ..launch.ray_cluster import require_run_dir
+from ..launch.run_config import runtime_of
 from ..rollout.server_manager import PipelineServerManager
-from ..run_config import runtime_of
 from . import flow_advantages  # noqa: F401  registers its estimator with verl
+from .strategy_trainers import TRAINERS
 from .terminal import say
 from .verl_trainer import VerlTrainer
 
-for _name in STRATEGIES:
-    register_trainer(_name)(VerlTrainer)
+for _name, _trainer in TRAINERS.items():
+    register_trainer(_name)(_trainer)
 
 
 def begin(config: DictConfig) -> None:
@@ -50,7 +51,7 @@ def ensure_registered(name: str) -> None:
 
     Raises ConfigError if it cannot be imported or is neither.
     """
-    if name in STRATEGIES:
+    if name in TRAINERS:
         return
     cls = load_class(name)
     if issubclass(cls, Schedule):

@@ -17,7 +17,7 @@ from ...observe.run_files import rows_until, run_of, set_aside
 from ..rollout.server_manager import devices_of_a_node
 
 END_FILES = ("summary.json", "trace.json", "report.html")
-"""Files that an earlier process of the run wrote at its end."""
+"""Files that an earlier process of the run wrote at its end, or `async-pipeline report` after it."""
 
 
 class RunFolder:

@@ -18,7 +18,7 @@ from ...observe.drift import DriftMeter, bound_of
 from ...observe.off_policy import Columns, OffPolicyMeter
 from ...observe.precision import PrecisionCheck
 from ..agent_loop.redundancy import Redundant
-from ..diffusers_rules import draws_images
+from ..rules.diffusers_rules import draws_images
 
 SELECTION: Mapping[Fate, selection_bias.ResponseFate] = {
     "trained": "trained",

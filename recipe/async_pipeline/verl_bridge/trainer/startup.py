@@ -17,8 +17,8 @@ from verl.utils.device import get_device_name
 from ...config.adapters import adapter_rank
 from ...config.placement import Placement
 from ...config.schema import AsyncPipelineConfig
-from ...weight_sync.versioned_engine import LoadMode
-from ..ray_calls import result_of
+from ...weight_sync.engine.versioned_engine import LoadMode
+from ..calls.ray_calls import result_of
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import PipelineServerManager
 from ..workers.log_prob_group import start_group

@@ -12,7 +12,7 @@ from typing import Any
 from transfer_queue import KVBatchMeta
 
 from ...core.items import StepBatch
-from ..sample_columns import trained_columns
+from ..store.sample_columns import trained_columns
 from .calls import BlockingCalls
 from .kl_control import KlControl
 

@@ -13,14 +13,14 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from ...core.schedule import Schedule
+from ...installed.patch_state import require_known
+from ...installed.verl import find_verl_root
 from ...observe.summary import causes
-from ...patching.patched_tree import require_known
-from ...patching.verl_source import find_verl_root
-from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .. import replaced
 from ..agent_loop import template_check
-from ..plugin_state import require_loaded
-from ..sample_store import count_cores_once
+from ..process.plugin_state import require_loaded
+from ..store.sample_store import count_cores_once
+from ..weights import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .pipeline_run import PipelineRun
 from .prompt_source import PromptSource, require_a_batch
 from .reward_columns import file_writer, numbers_or_text
@@ -32,12 +32,12 @@ DUMP_S = 60.0
 
 
 class VerlTrainer(PPOTrainer):
-    """The trainer of all strategies, which differ in their schedule; see `strategies`."""
+    """What the trainers of all strategies share; `strategy_trainers` has them."""
 
     _enable_hybrid_replicas = False
     """Read by verl: no rollout engine on the training devices."""
     schedule_class: ClassVar[type[Schedule] | None] = None
-    """The schedule of a custom trainer class, or None to use the schedule of the configured strategy."""
+    """The schedule of the strategy that this trainer is, or None for the one that the config names."""
     run_class: ClassVar[type[PipelineRun]] = PipelineRun
     """The run of a custom trainer class."""
 

@@ -23,8 +23,8 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, derive_dtensor_placement
 
 from ...errors import WeightSyncError
-from ...weight_sync.arena import HeldBlock
-from ...weight_sync.ranks import T
+from ...weight_sync.memory.arena import HeldBlock
+from ...weight_sync.proof.ranks import T
 from .shards import Assembled, Held
 
 _FUSED_GATE_UP, _FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"

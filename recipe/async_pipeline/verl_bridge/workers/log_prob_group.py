@@ -19,8 +19,8 @@ from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 from ...config.adapters import publishes_adapters
-from ..adapter_config import without_adapters
-from ..run_config import knobs_of
+from ..launch.run_config import knobs_of
+from ..rules.adapter_config import without_adapters
 from .log_prob_worker import LogProbWorker, logp_config
 from .training_worker import PipelineWorker
 

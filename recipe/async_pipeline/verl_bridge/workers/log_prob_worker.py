@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 
-from ..adapter_config import without_adapters
+from ..rules.adapter_config import without_adapters
 from .training_worker import PipelineWorker
 
 SHARED_WITH_ACTOR = (

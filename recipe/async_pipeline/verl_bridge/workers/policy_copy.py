@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ProofError, WeightSyncError
-from ...weight_sync.manifest import WeightTicket
-from ..host_memory_service import HostMemories
+from ...weight_sync.memory.manifest import WeightTicket
+from ..weights.host_memory_service import HostMemories
 
 
 class PolicyCopy:

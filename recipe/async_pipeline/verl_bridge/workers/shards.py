@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import WeightSyncError
-from ...weight_sync.arena import HeldBlock
+from ...weight_sync.memory.arena import HeldBlock
 
 ENGINES: Mapping[str, str] = {
     "fsdp": ".fsdp_shards",

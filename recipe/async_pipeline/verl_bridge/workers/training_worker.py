@@ -23,14 +23,14 @@ from ...checkpoint import store
 from ...checkpoint.safe_load import weights_only
 from ...core.deadline import within
 from ...errors import WeightSyncError
-from ...weight_sync.arena import ArenaReader
-from ...weight_sync.host_slots import Reader, this_process
-from ...weight_sync.manifest import Manifest, WeightTicket
-from ...weight_sync.shard_load import RankLoad, load_parts, prove_parts, require_same_adapter
+from ...weight_sync.engine.shard_load import RankLoad, load_parts, prove_parts, require_same_adapter
+from ...weight_sync.hosts.host_slots import Reader, this_process
+from ...weight_sync.memory.arena import ArenaReader
+from ...weight_sync.memory.manifest import Manifest, WeightTicket
 from .. import replaced
-from ..cpu_platform import is_cpu
-from ..host_memory_service import HostMemories
-from ..sample_store import count_cores_once
+from ..cpu.cpu_platform import is_cpu
+from ..store.sample_store import count_cores_once
+from ..weights.host_memory_service import HostMemories
 from .expert_load import ExpertLoad
 from .fsdp_shards import TrainingRanks
 from .loss_registry import ppo_loss_with_scores

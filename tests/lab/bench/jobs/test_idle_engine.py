@@ -12,8 +12,8 @@ import pytest
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.lab.bench.jobs.idle_engine import IdleServer
 from recipe.async_pipeline.lab.bench.waits import LognormalWait
-from recipe.async_pipeline.weight_sync.manifest import WeightTicket
-from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import LoadMode
+from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 
 WAIT = LognormalWait(median=1.0, sigma=0.0, cap=1.0)
 

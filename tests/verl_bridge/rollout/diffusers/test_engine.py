@@ -16,7 +16,8 @@ from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, StepEngine
 from recipe.async_pipeline.errors import EngineDeadError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.diffusers.engine import DiffusersEngine, DrawnImage
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import Loaded, VersionedEngine, recorded_spans
+from tests import HANG_S
 from tests.fakes.tiny_flow import Field, requests
 
 Spans = list[tuple[int, int]]
@@ -34,11 +35,11 @@ class HeldField(Field):
     def forward(self, x: Any, sigma: Any, conditions: Mapping[str, Any]) -> torch.Tensor:
         if len(self.rows) in self._hold_at:
             self.reached.set()
-            assert self.released.wait(60)
+            assert self.released.wait(HANG_S)
         return super().forward(x, sigma, conditions)
 
     async def until_held(self) -> None:
-        assert await asyncio.to_thread(self.reached.wait, 60)
+        assert await asyncio.to_thread(self.reached.wait, HANG_S)
 
 
 class Server:

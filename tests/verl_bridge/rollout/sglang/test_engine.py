@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is particular to SGLang; `weight_sync/test_versioned_engine.py` has the contract of all engines."""
+"""What is particular to SGLang; `weight_sync/engine/test_versioned_engine.py` has the contract of engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import _asked
-from recipe.async_pipeline.weight_sync.versioned_engine import AttemptOptions, recorded_spans
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import AttemptOptions, recorded_spans
 from tests.fakes.timed_engine import Answer
 from tests.fakes.tokenizer_manager import Request, TokenizerManager
 

@@ -14,9 +14,9 @@ from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang import rank as module
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import SchedulerFailure
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank, _Outcome
-from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, encode, over_nodes
-from recipe.async_pipeline.weight_sync.staging import StagingBoard
-from recipe.async_pipeline.weight_sync.versioned_engine import Salts
+from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import Salts
+from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, encode, over_nodes
 
 
 def request(rid: str, tokens: int = 0, *, finished: bool = False, **more: Any) -> Any:

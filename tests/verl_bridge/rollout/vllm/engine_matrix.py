@@ -29,10 +29,11 @@ from vllm.distributed.parallel_state import (
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter
 from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import load_snapshot
 from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import PipelineWorkerExtension
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
-from recipe.async_pipeline.weight_sync.staging import await_staged
+from recipe.async_pipeline.weight_sync.engine.staging import await_staged
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import encode
+from tests import HANG_S
 from tests.fakes.checkpoints import make, train
 
 EXTENSION = "tests.verl_bridge.rollout.vllm.engine_matrix.SabotagedWorker"
@@ -87,13 +88,13 @@ class Cell:
     def publish(self, version: int, *, stage: bool = False, reverse: bool = False) -> dict[str, Any]:
         weights = list(train(self.model, version).items())
         ticket = self.writer.gather(version, reversed(weights) if reverse else weights)
-        manifest = encode(await_manifest(ticket, 60))
+        manifest = encode(await_manifest(ticket, HANG_S))
         staged = None
         if stage:
             boards = self.core.collective_rpc("stage_snapshot", 60.0, (manifest,))
             staged = all(boards)
             if staged:
-                asyncio.run(asyncio.wait_for(await_staged(boards, version), 60))
+                asyncio.run(asyncio.wait_for(await_staged(boards, version), HANG_S))
         reports, _ = load_snapshot(self.core, manifest, 1 << 16, 60.0, None)
         proved = [report["tensors_proved"] for report in reports]
         return {"published": len(weights), "proved": proved, "staged": staged}

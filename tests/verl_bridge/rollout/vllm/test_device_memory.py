@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Manifest
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
+from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.adapter_contract import check_loads, check_stages
 
@@ -32,7 +33,7 @@ class Trainer:
     def publish(self, weights: dict[str, torch.Tensor], config: str | None = None) -> Manifest:
         self._version += 1
         trained = {name: tensor.detach().to(self._device) for name, tensor in weights.items()}
-        return await_manifest(self.writer.gather(self._version, trained.items(), config), 30)
+        return await_manifest(self.writer.gather(self._version, trained.items(), config), HANG_S)
 
 
 @pytest.fixture

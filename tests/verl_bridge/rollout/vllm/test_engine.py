@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is particular to vLLM; `weight_sync/test_versioned_engine.py` has the contract of all engines."""
+"""What is particular to vLLM; `weight_sync/engine/test_versioned_engine.py` has the contract of engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import rejections
-from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
+from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
 from tests.fakes.async_llm import AsyncLLM, Params, Retryable
 from tests.fakes.timed_engine import LOG_PROB, PROMPT
 

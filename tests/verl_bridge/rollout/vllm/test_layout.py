@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import Manifest
-from recipe.async_pipeline.weight_sync.map_check import check_map
+from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.memory.board import await_manifest
+from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
+from recipe.async_pipeline.weight_sync.proof.map_check import check_map
+from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
 
@@ -46,7 +47,7 @@ class Models:
 
     def publish(self, weights: Weights) -> Manifest:
         self._version += 1
-        return await_manifest(self._writer.gather(self._version, weights.items()), 30)
+        return await_manifest(self._writer.gather(self._version, weights.items()), HANG_S)
 
     def replica(self, name: str, size: int, *, experts_apart: bool = False) -> list[Any]:
         make = self._ranks.ModelRank
@@ -97,7 +98,7 @@ class Models:
             self._version, parts, shards.described(model.peft_config["default"])
         )
         assert ticket is not None
-        return await_manifest(ticket, 30)
+        return await_manifest(ticket, HANG_S)
 
     def of_drafter(self, name: str) -> Weights:
         weights: Weights = self._ranks.drafter_weights(*self.drafters(name, 1))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, encode, over_nodes
+from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, encode, over_nodes
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import HANG_S
 from tests.verl_bridge.workers.megatron import layouts, tiny_models
 
 LAYOUTS = {
@@ -72,7 +73,7 @@ class Gathers:
 
     def __init__(self, engine: Any) -> None:
         from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks
-        from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+        from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 
         self.engine, self.ranks = engine, TrainingRanks("this host")
         self._parts = ArenaWriter(BUCKET_BYTES, 16, torch.float32, self.ranks)
@@ -120,13 +121,13 @@ class Gathers:
 
     def differing(self, tickets: dict[str, Any]) -> set[str]:
         """Return the tensors that the two ways published differently, once their checksums are computed."""
-        from recipe.async_pipeline.weight_sync.arena import ArenaReader
-        from recipe.async_pipeline.weight_sync.board import await_manifest
+        from recipe.async_pipeline.weight_sync.memory.arena import ArenaReader
+        from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 
         if self.ranks.rank != 0:
             return set()
         readers = {way: ArenaReader() for way in tickets}
-        read = {way: readers[way].tensors(await_manifest(ticket, 60)) for way, ticket in tickets.items()}
+        read = {way: readers[way].tensors(await_manifest(ticket, HANG_S)) for way, ticket in tickets.items()}
         parts, export = read["parts"], read["export"]
         odd = set(parts.keys() ^ export.keys())
         return odd | {

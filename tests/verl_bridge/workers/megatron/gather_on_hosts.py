@@ -25,7 +25,7 @@ BUCKET_BYTES = 64 << 10
 def main(host: int, folder: Path, name: str, versions: int) -> None:
     from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks
     from recipe.async_pipeline.verl_bridge.workers.shards import held_by
-    from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+    from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
     from tests.verl_bridge.gather_on_hosts import serve
 
     warnings.simplefilter("ignore")

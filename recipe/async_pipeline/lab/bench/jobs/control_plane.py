@@ -27,15 +27,15 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from ....core.items import Publication, StepBatch
 from ....core.schedule import Schedule
-from ....verl_bridge.control_calls import GROUPS
-from ....verl_bridge.direct_calls import DirectCaller
+from ....verl_bridge.calls.control_calls import server_actor
+from ....verl_bridge.calls.direct_calls import DirectCaller
 from ....verl_bridge.rollout.bounded_replica import BoundedReplica
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
 from ....verl_bridge.trainer.generation import PARTITION
 from ....verl_bridge.trainer.pipeline_run import PipelineRun
 from ....verl_bridge.trainer.sample_metrics import SampleMeters
 from ....verl_bridge.trainer.verl_trainer import VerlTrainer
-from ....weight_sync.manifest import WeightTicket
+from ....weight_sync.memory.manifest import WeightTicket
 from ..control_plane import CHECK, END, ENGINE, LOOP, SERVED, TRAINED
 from ..loop_lag import LagMeter
 from ..spans import of_this_job
@@ -65,7 +65,7 @@ class IdleReplica(BoundedReplica, RolloutReplica):  # type: ignore[misc]
     async def launch_servers(self) -> None:
         described = json.loads(os.environ[ENGINE])
         server = (
-            ray.remote(concurrency_groups=dict(GROUPS))(IdleServer)
+            server_actor(IdleServer)
             .options(max_concurrency=self.max_concurrency, num_cpus=0)
             .remote(
                 self.replica_rank,

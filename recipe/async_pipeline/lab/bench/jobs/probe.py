@@ -13,7 +13,7 @@ import verl.trainer.ppo.v1 as verl_v1
 from verl.trainer.main_ppo import TaskRunnerV1
 
 from ....verl_bridge.trainer.verl_trainer import VerlTrainer
-from ....weight_sync.manifest import WeightTicket
+from ....weight_sync.memory.manifest import WeightTicket
 from ..spans import POLL_S, REFERENCE, SpanFile, of_this_job
 from ..waits import LognormalWait
 

@@ -6,7 +6,7 @@ verl imports this module in each of them, before SGLang, whose stubs on a CPU mu
 
 from __future__ import annotations
 
-from ....verl_bridge.checkpoint_engine import DualBufferCheckpointEngine
 from ....verl_bridge.rollout import sglang
+from ....verl_bridge.weights.checkpoint_engine import DualBufferCheckpointEngine
 
 __all__ = ["DualBufferCheckpointEngine", "sglang"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from ....verl_bridge.control_calls import GROUPS
+from ....verl_bridge.calls.control_calls import server_actor
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
 from ....verl_bridge.rollout.sglang import scheduler as children
 from ....verl_bridge.rollout.sglang.replica import PipelineSGLangReplica
@@ -36,7 +36,7 @@ class TimedReplica(PipelineSGLangReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(concurrency_groups=dict(GROUPS))(TimedServer)
+        self.server_class = server_actor(TimedServer)
 
 
 class VerlServer(SGLangHttpServer):  # type: ignore[misc]

@@ -16,8 +16,8 @@ import torch
 
 from ....diffusion.step_engine import FinishedSample, SampleRequest, StepEngine
 from ....errors import EngineDeadError
-from ....weight_sync.answer import Part
-from ....weight_sync.versioned_engine import AttemptOptions, AttemptTokens
+from ....weight_sync.engine.answer import Part
+from ....weight_sync.engine.versioned_engine import AttemptOptions, AttemptTokens
 
 T = TypeVar("T")
 DecodeLatents = Callable[[torch.Tensor], torch.Tensor]

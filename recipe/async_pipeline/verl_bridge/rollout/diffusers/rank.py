@@ -10,9 +10,9 @@ import torch
 
 from ....core.items import LoadReport
 from ....diffusion.transformer_adapter import TransformerAdapter
-from ....weight_sync.manifest import decode
-from ....weight_sync.proof import Prover
-from ....weight_sync.staging import StagingBoard
+from ....weight_sync.engine.staging import StagingBoard
+from ....weight_sync.memory.manifest import decode
+from ....weight_sync.proof.proof import Prover
 
 
 class TransformerRank:

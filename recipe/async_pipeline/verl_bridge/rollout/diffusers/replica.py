@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import RolloutReplica
 
-from ...control_calls import GROUPS
+from ...calls.control_calls import server_actor
 from ..standalone_replica import StandaloneReplica
 from .server import PipelineDiffusersServer
 
@@ -20,7 +19,7 @@ class DiffusersReplica(RolloutReplica):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(concurrency_groups=dict(GROUPS))(PipelineDiffusersServer)
+        self.server_class = server_actor(PipelineDiffusersServer)
 
     async def launch_servers(self) -> None:
         """Start the server on the node of the reserved device."""

@@ -19,9 +19,9 @@ from ....diffusion.families import Conditions
 from ....diffusion.frozen_parts import FrozenParts
 from ....diffusion.step_engine import SampleRequest, Sampling, StepEngine
 from ....diffusion.windows import SdeWindow
-from ....weight_sync.manifest import decode
-from ....weight_sync.versioned_engine import Loaded, Salts, VersionedEngine
-from ...cpu_platform import is_cpu
+from ....weight_sync.engine.versioned_engine import Loaded, Salts, VersionedEngine
+from ....weight_sync.memory.manifest import decode
+from ...cpu.cpu_platform import is_cpu
 from ...workers.diffusion_model import DiffusionModelConfig
 from ..versioned_server import VersionedServer
 from .engine import DiffusersEngine, DrawnImage

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ....errors import WeightSyncError
-from ....weight_sync.engine_adapter import Delivered, Expected
-from ....weight_sync.manifest import Manifest, TensorEntry
-from ....weight_sync.recording_adapter import RecordingAdapter
-from ....weight_sync.standby_version import StagingEnded, ignore
+from ....weight_sync.engine.engine_adapter import Delivered, Expected
+from ....weight_sync.engine.recording_adapter import RecordingAdapter
+from ....weight_sync.engine.standby_version import StagingEnded, ignore
+from ....weight_sync.memory.manifest import Manifest, TensorEntry
 from ..served_tensors import require_fresh_products, served_tensors
 from .layout import packed_modules, served_layout
 from .lora import ServedAdapter

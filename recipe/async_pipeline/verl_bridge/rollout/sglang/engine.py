@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from ....core.items import LoadReport
-from ....weight_sync.answer import Part
-from ....weight_sync.versioned_engine import (
+from ....weight_sync.engine.answer import Part
+from ....weight_sync.engine.versioned_engine import (
     FORM,
     AttemptOptions,
     AttemptTokens,

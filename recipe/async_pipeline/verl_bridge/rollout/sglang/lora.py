@@ -16,10 +16,10 @@ from sglang.srt.lora.lora_registry import LoRARef
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME, sglang_lora_target_modules
 
 from ....errors import ProofError, WeightSyncError
-from ....weight_sync.copy_plan import view_of
-from ....weight_sync.element_map import ElementMap, Piece, View
-from ....weight_sync.engine_adapter import Delivered, Expected
-from ....weight_sync.manifest import Manifest, TensorEntry
+from ....weight_sync.engine.copy_plan import view_of
+from ....weight_sync.engine.engine_adapter import Delivered, Expected
+from ....weight_sync.memory.manifest import Manifest, TensorEntry
+from ....weight_sync.proof.element_map import ElementMap, Piece, View
 from ..served_layout import parts_of, rank_and_size
 from .layout import LAYERS
 

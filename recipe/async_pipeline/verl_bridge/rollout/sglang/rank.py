@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....weight_sync.engine_adapter import EngineAdapter
-from ....weight_sync.manifest import decode
-from ....weight_sync.map_check import RankShare, check_union
-from ....weight_sync.proof import Prover
-from ....weight_sync.staging import StagingBoard
-from ....weight_sync.versioned_engine import Salts
+from ....weight_sync.engine.engine_adapter import EngineAdapter
+from ....weight_sync.engine.staging import StagingBoard
+from ....weight_sync.engine.versioned_engine import Salts
+from ....weight_sync.memory.manifest import decode
+from ....weight_sync.proof.map_check import RankShare, check_union
+from ....weight_sync.proof.proof import Prover
 from .calls import SchedulerFailure
 from .generations import log_probs, middle_chunks, ranks
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
 
-from ...control_calls import GROUPS
+from ...calls.control_calls import server_actor
 from ..standalone_replica import StandaloneReplica
 from .server import PipelineSGLangServer
 
@@ -18,4 +17,4 @@ class PipelineSGLangReplica(StandaloneReplica, SGLangReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(concurrency_groups=dict(GROUPS))(PipelineSGLangServer)
+        self.server_class = server_actor(PipelineSGLangServer)

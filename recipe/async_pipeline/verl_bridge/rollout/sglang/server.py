@@ -12,9 +12,9 @@ from sglang.utils import TypeBasedDispatcher
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 from ....errors import EngineDeadError
-from ....weight_sync.versioned_engine import Loaded, Salts
+from ....weight_sync.engine.versioned_engine import Loaded, Salts
 from ... import replaced
-from ...cpu_platform import is_cpu
+from ...cpu.cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import lora, scheduler
 from .arguments import CORES, all_cores, cpu_arguments

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package uses of SGLang's objects at run time, for `contract/engines.py`, which reads this file.
+"""What this package uses of SGLang's objects at run time, for `tools/contract/engines.py`, which reads it.
 
 Imports are not listed: they are read from the code. Literals only, since the file is read, not imported.
-`contract/declared.py` has the grammar.
+`tools/contract/declared.py` has the grammar.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 FILES: Mapping[str, str] = {
-    "verl_bridge/engine_check.py": "verify_gpu.sh",
+    "lab/gpu_kit/engine_check.py": "verify_gpu.sh",
     "lab/bench/jobs/sglang_steps.py": "benchmarks",
     "verl_bridge/replaced.py": "start of an engine",
     "verl_bridge/rollout/served_layout.py": "proof",
@@ -26,7 +26,7 @@ FILES: Mapping[str, str] = {
     "verl_bridge/rollout/sglang/rank.py": "weight load",
     "verl_bridge/rollout/sglang/scheduler.py": "start of an engine",
     "verl_bridge/rollout/sglang/server.py": "start of an engine",
-    "verl_bridge/sglang_rules.py": "refusal of arguments",
+    "verl_bridge/rules/sglang_rules.py": "refusal of arguments",
 }
 """The files that use SGLang, and what breaks without something that they import."""
 

@@ -25,13 +25,13 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ....errors import ProofError, WeightSyncError
-from ....weight_sync.copy_plan import view_of
-from ....weight_sync.element_map import ElementMap, Piece, View
-from ....weight_sync.engine_adapter import Computed, Conversion, Delivered, Expected
-from ....weight_sync.manifest import Manifest, TensorEntry
-from ....weight_sync.recording_adapter import RecordingAdapter
-from ....weight_sync.standby_conversion import Convert, Named
-from ....weight_sync.standby_version import StagingEnded, ignore
+from ....weight_sync.engine.copy_plan import view_of
+from ....weight_sync.engine.engine_adapter import Computed, Conversion, Delivered, Expected
+from ....weight_sync.engine.recording_adapter import RecordingAdapter
+from ....weight_sync.engine.standby_conversion import Convert, Named
+from ....weight_sync.engine.standby_version import StagingEnded, ignore
+from ....weight_sync.memory.manifest import Manifest, TensorEntry
+from ....weight_sync.proof.element_map import ElementMap, Piece, View
 from ... import replaced
 from ..served_layout import parts_of
 from ..served_tensors import require_fresh_products, served_tensors

@@ -25,10 +25,10 @@ from verl.utils.vllm.vllm_quant_utils import (
 )
 
 from ....errors import ProofError
-from ....weight_sync.element_map import Piece, View
-from ....weight_sync.engine_adapter import Computed
-from ....weight_sync.manifest import TensorEntry
-from ....weight_sync.standby_conversion import Convert, Converted, Named
+from ....weight_sync.engine.engine_adapter import Computed
+from ....weight_sync.engine.standby_conversion import Convert, Converted, Named
+from ....weight_sync.memory.manifest import TensorEntry
+from ....weight_sync.proof.element_map import Piece, View
 from ... import replaced
 from ..served_layout import ServedLayout
 

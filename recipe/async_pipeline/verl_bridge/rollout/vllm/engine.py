@@ -9,8 +9,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
-from ....weight_sync.answer import Part
-from ....weight_sync.versioned_engine import AttemptOptions, AttemptTokens, VersionedEngine, derived_seed
+from ....weight_sync.engine.answer import Part
+from ....weight_sync.engine.versioned_engine import (
+    AttemptOptions,
+    AttemptTokens,
+    VersionedEngine,
+    derived_seed,
+)
 
 _PAUSE = {"abort": "abort", "drain": "wait", "freeze": "keep"}
 """vLLM's names of the pause modes."""

@@ -46,8 +46,8 @@ def load_snapshot(
         keep_prefixes_apart(core.scheduler.requests.values(), salts)
     shares = [share for _, share in answers if share is not None]
     if shares:
-        from ....weight_sync.manifest import decode
-        from ....weight_sync.map_check import check_union
+        from ....weight_sync.memory.manifest import decode
+        from ....weight_sync.proof.map_check import check_union
 
         check_union(decode(manifest).version, shares)
     return [report for report, _ in answers], output_tokens(core)
@@ -74,7 +74,7 @@ def output_tokens(core: Any) -> dict[str, int]:
 
 def keep_prefixes_apart(requests: Iterable[Any], salts: Sequence[str]) -> None:
     """Have requests that wait for their first step use prefixes of the new version only."""
-    from ....weight_sync.versioned_engine import Salts
+    from ....weight_sync.engine.versioned_engine import Salts
 
     for request in requests:
         if request.num_computed_tokens or request.num_output_tokens:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from ...control_calls import GROUPS
-from ...cpu_platform import is_cpu
+from ...calls.control_calls import server_actor
+from ...cpu.cpu_platform import is_cpu
 from ..standalone_replica import StandaloneReplica
 from . import prefork
 from .server import PipelineVLLMServer
@@ -20,5 +19,5 @@ class PipelineVLLMReplica(StandaloneReplica, vLLMReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        server_class = ray.remote(concurrency_groups=dict(GROUPS))(PipelineVLLMServer)
+        server_class = server_actor(PipelineVLLMServer)
         self.server_class = prefork.started_early(server_class) if is_cpu() else server_class

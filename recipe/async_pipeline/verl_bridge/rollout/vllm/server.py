@@ -14,8 +14,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from ....console import echo
 from ....core.items import LoadReport
 from ....observe.table import MARK
-from ....weight_sync.versioned_engine import FORM, Loaded, Salts
-from ...cpu_platform import is_cpu
+from ....weight_sync.engine.versioned_engine import FORM, Loaded, Salts
+from ...cpu.cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import prefork
 from .engine import progress_by_name, rejections, serve_versions

@@ -13,10 +13,10 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.platforms import current_platform
 
-from ....weight_sync.manifest import Manifest, decode
-from ....weight_sync.map_check import RankShare
-from ....weight_sync.proof import Prover
-from ....weight_sync.staging import StagingBoard
+from ....weight_sync.engine.staging import StagingBoard
+from ....weight_sync.memory.manifest import Manifest, decode
+from ....weight_sync.proof.map_check import RankShare
+from ....weight_sync.proof.proof import Prover
 from .adapter import VllmAdapter, keep_weights_unpacked
 from .facts import engine_facts
 

@@ -28,7 +28,7 @@ from verl.workers.engine.megatron.delta_export import _NAN_POOL, make_probe
 from ....console import echo
 from ....errors import WeightSyncError
 from ....observe.table import MARK
-from ....weight_sync.arena import HeldBlock
+from ....weight_sync.memory.arena import HeldBlock
 from ..shards import Assembled, Held
 from .element_views import ParameterView, cut, fitted
 

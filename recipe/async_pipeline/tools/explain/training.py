@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run trains, in words: its engine, the division of a model over devices, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...config.loss_modes import LOSS_OF_VARIANT
+from ...config.paths import select
+from ...config.rollout_correction import PI_OLD, POLICY_LOSS, WITHOUT_RATIO
+from ...config.training_engine import ACTOR, OTHERS, SHARDED, data_parallel, megatron_sizes, ulysses
+
+
+def describe_training(config: Mapping[str, Any], devices: int) -> str:
+    """Return the engine that trains on this many devices, and its parallel sizes."""
+    strategy = str(select(config, f"{ACTOR}.strategy"))
+    if strategy == "megatron":
+        return _megatron(config, devices)
+    if strategy in OTHERS:
+        rows = data_parallel(config, devices)
+        return f"{strategy}, data-parallel {rows}; whole tensors are published; not tested"
+    size = select(config, f"{ACTOR}.fsdp_config.fsdp_size")
+    shared = devices if size is None or not 0 < int(size) < devices else int(size)
+    copies = f", {devices // shared} copies" if shared < devices else ""
+    text = f"{SHARDED.get(strategy, strategy)}, weights sharded over {_count(shared)}{copies}"
+    sharing = ulysses(config)
+    return text + (f", sequences over {sharing} (Ulysses)" if sharing > 1 else "")
+
+
+def _megatron(config: Mapping[str, Any], devices: int) -> str:
+    sizes = megatron_sizes(config)
+    parallel = [f"{kind}-parallel {size}" for kind, size in sizes.items() if size > 1]
+    return ", ".join(["Megatron", *parallel, f"data-parallel {data_parallel(config, devices)}"])
+
+
+def _count(devices: int) -> str:
+    return "one device" if devices == 1 else f"{devices} devices"
+
+
+def describe_loss(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
+    """Describe the loss. `mini_batches` counts the optimizer updates of one epoch over a step."""
+    mode = str(select(config, f"{POLICY_LOSS}.loss_mode"))
+    called = next((variant for variant, name in LOSS_OF_VARIANT.items() if name == mode), None)
+    name = mode if called in (None, mode) else f"{mode} (pg_variant {called})"
+    if mode in WITHOUT_RATIO:
+        return f"{name}: no ratio to an old policy"
+    one_update = mini_batches == 1 and select(config, "actor_rollout_ref.actor.ppo_epochs") in (None, 1)
+    always = "; one update per step, so the ratio is 1" if old_logp == "trainer" and one_update else ""
+    return f"{name}: ratio of the current policy to {PI_OLD[old_logp]}{always}"

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs before Ray starts: the command line, the configuration, the inputs, the cluster."""

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of a run: composed by hydra as verl's entry point does, with a line for each unknown key.
+
+hydra itself stops at the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from ...config.misplaced import unknown_key
+from ...config.overrides import explain_complaint, sets, unknown_among, unknown_in
+from ...errors import ConfigError
+from ...installed.verl import find_verl_root
+from ..rules.config_checks import Checked, checked
+from ..rules.verl_keys import is_read, near_key
+
+
+def check_command_line(arguments: Sequence[str]) -> None:
+    """Check the command line of verl's main_ppo before hydra reads it.
+
+    Raises ConfigError if an override cannot be parsed, for which hydra may print a traceback, or with all
+    problems of the run if a key is unknown; all else is left to hydra.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-path", "-cp", type=Path)
+    parser.add_argument("--config-name", "-cn", default="ppo_trainer")
+    parser.add_argument("overrides", nargs="*")
+    given, others = parser.parse_known_args(arguments)
+    if others:
+        return
+    try:
+        OverridesParser.create().parse_overrides(given.overrides)
+    except (HydraException, ValueError) as error:
+        raise _as_config_error(error) from None
+    folder = None if given.config_path is None else of_verls_entry_point(given.config_path)
+    try:
+        config, problems = composed(folder, given.config_name, given.overrides)
+    except ConfigError:
+        return
+    if problems:
+        checked_with(problems, config)
+
+
+def of_verls_entry_point(folder: Path) -> Path:
+    """Return a folder as hydra finds it: a relative path begins at verl's main_ppo."""
+    return find_verl_root() / "verl" / "trainer" / folder
+
+
+def composed(folder: Path | None, name: str, overrides: list[str]) -> tuple[DictConfig, tuple[str, ...]]:
+    """Return the configuration as verl's entry point would see it, and a line for each unknown key, left out.
+
+    Raises ConfigError if hydra refuses the configuration for another reason.
+    """
+    try:
+        return _composed_by_hydra(folder, name, overrides), ()
+    except (HydraException, ValueError) as error:
+        if unknown_in(str(error)) is None:
+            raise _as_config_error(error) from None
+    # Without plain overrides there is no unknown key, and the rest shows which ones are.
+    base, chosen, wrong = _with_choices(folder, name, [word for word in overrides if _chooses(word)])
+    words = [word for word in overrides if word in chosen or not _chooses(word)]
+    unknown = unknown_among(words, lambda path: _has(base, path))
+    problems = tuple(_unknown(path, overrides) for path in dict.fromkeys(unknown.values()))
+    try:
+        config = _composed_by_hydra(folder, name, [word for word in words if word not in unknown])
+    except (HydraException, ValueError) as error:
+        raise _as_config_error(error) from None
+    return config, (*wrong, *problems)
+
+
+def _with_choices(
+    folder: Path | None, name: str, words: list[str]
+) -> tuple[DictConfig, list[str], list[str]]:
+    """Return the configuration with choices of files and added keys, the words that hydra takes, and a line
+    for each of the others.
+
+    Raises ConfigError if hydra refuses the configuration for another reason.
+    """
+    problems = list[str]()
+    while True:
+        try:
+            return _composed_by_hydra(folder, name, words), words, problems
+        except (HydraException, ValueError) as error:
+            path = unknown_in(str(error))
+            left = [word for word in words if word.partition("=")[0] != path]
+            if path is None or left == words:
+                raise _as_config_error(error) from None
+            words = left
+            problems.append(_unknown(path, words))
+
+
+def _unknown(path: str, overrides: list[str]) -> str:
+    near = near_key(path)
+    given = near is not None and sets(overrides, f"{path.rpartition('.')[0]}.{near}".lstrip("."))
+    return unknown_key(path, None if given else near, read=is_read(path))
+
+
+def _has(config: Any, path: str) -> bool:
+    """Return whether a configuration has a key, also one without a value, which `select` leaves out."""
+    section, _, name = path.rpartition(".")
+    found = OmegaConf.select(config, section) if section else config
+    return isinstance(found, DictConfig) and name in found.keys()  # noqa: SIM118 - `in` leaves it out, too
+
+
+def _chooses(word: str) -> bool:
+    """Return whether a word adds a key, chooses a file or is hydra's own: the known keys depend on these."""
+    key = word.partition("=")[0]
+    return key.startswith(("+", "hydra.")) or "@" in key or "/" in key or "." not in key
+
+
+def _as_config_error(error: Exception) -> ConfigError:
+    return ConfigError(explain_complaint(str(error), near_key) or str(error).split("\n")[0])
+
+
+def _composed_by_hydra(folder: Path | None, name: str, overrides: list[str]) -> DictConfig:
+    verl = find_verl_root() / "verl" / "trainer" / "config"
+    GlobalHydra.instance().clear()
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--config-path must be a directory, got {str(folder)!r}")
+    with initialize_config_dir(config_dir=str((folder or verl).resolve()), version_base=None):
+        return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
+
+
+def checked_with(problems: tuple[str, ...], config: DictConfig, *, planning: bool = False) -> Checked:
+    """Return what the checks of a run find. Raises ConfigError with `problems` and the new ones.
+
+    `planning`: see `config_checks.checked`.
+    """
+    try:
+        found = checked(config, planning=planning)
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.problems) from None
+    if problems or found is None:
+        off = "the pipeline is switched off; remove the override that does so"
+        raise ConfigError(*(problems or (off,)))
+    return found

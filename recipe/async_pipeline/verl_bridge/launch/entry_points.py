@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that other entry points than verl's main_ppo start, which would ignore the switch.
+
+Most of them call main_ppo's `run_ppo`. There the configuration of an entry point that `config.entry_points`
+knows is rewritten into main_ppo's, and main_ppo's task runner runs it; others are refused. The rest calls
+verl's `validate_config`, which refuses a configuration that still has the switch: main_ppo has removed it.
+Importing this module loads neither torch, verl nor Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ...config.entry_points import ENTRY_POINTS, EntryPoint, entry_of_runner, rewritten
+from ...config.misplaced import SWITCHES
+from ...config.paths import MODE, PATCH_FREE
+from ...console import EXIT_USERS, echo
+from ...errors import AsyncPipelineError, ConfigError
+from ...observe.table import MARK
+from .. import hooks
+
+OWN_RUNNER = "TaskRunnerV1"
+"""The task runner of main_ppo, whose configuration `hooks.prepare` has rewritten if verl has our patches."""
+
+
+_MODULES = f"verl.trainer.main_ppo or one of {', '.join(entry.module for entry in ENTRY_POINTS)}"
+
+
+def of_any_entry_point(run_ppo: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run_ppo` of verl, which takes runs with the switch over from other entry points."""
+
+    @functools.wraps(run_ppo)
+    def run(config: DictConfig, task_runner_class: Any, *args: Any, **kwargs: Any) -> Any:
+        if _has_switch(config):
+            task_runner_class = take_over(config, task_runner_class)
+        return run_ppo(config, task_runner_class, *args, **kwargs)
+
+    return run
+
+
+def take_over(config: DictConfig, runner: Any) -> Any:
+    """Rewrite the configuration of a run with the switch. Returns main_ppo's task runner.
+
+    Exits with status 2 and one line on standard error if the entry point is unknown or the config wrong.
+    """
+    cls = getattr(runner, "__ray_metadata__", None)
+    name = str(getattr(cls, "class_name", None) or getattr(runner, "__name__", runner)).rpartition(".")[2]
+    try:
+        if name != OWN_RUNNER:
+            for note in apply_entry_point(config, _known(name)):
+                echo(f"{MARK} {note}")
+    except AsyncPipelineError as error:
+        echo(f"{MARK} {error}", file=sys.stderr)
+        raise SystemExit(EXIT_USERS) from None
+    hooks.prepare(config)
+    return _main_ppos_runner(config)
+
+
+def without_switch(validate_config: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `validate_config` of verl, which raises ConfigError if the configuration has the switch.
+
+    A run that starts by its trainer's name, without our patches, is prepared later and may have it.
+    """
+
+    @functools.wraps(validate_config)
+    def validate(config: DictConfig, *args: Any, **kwargs: Any) -> Any:
+        if _has_switch(config) and OmegaConf.select(config, MODE) != PATCH_FREE:
+            error = ConfigError(
+                "async_pipeline=True is not known to this entry point, which would ignore it; start "
+                f"{_MODULES}, with a verl that `async-pipeline patch apply` has patched"
+            )
+            # The process may be Ray's, which reports errors in many lines.
+            echo(f"{MARK} cause: {error}")
+            raise error
+        return validate_config(config, *args, **kwargs)
+
+    return validate
+
+
+def _has_switch(config: DictConfig) -> bool:
+    return any(OmegaConf.select(config, switch) is True for switch in SWITCHES)
+
+
+def _known(name: str) -> EntryPoint:
+    entry = entry_of_runner(name)
+    if entry is None:
+        raise ConfigError(
+            f"async_pipeline=True is not known to the entry point of {name}, which would ignore it; start "
+            f"{_MODULES}"
+        )
+    return entry
+
+
+def apply_entry_point(config: DictConfig, entry: EntryPoint) -> tuple[str, ...]:
+    """Rewrite a configuration of an entry point into one of main_ppo. Returns a line for each key.
+
+    Raises ConfigError if a key has a wrong value or no meaning here.
+    """
+    try:
+        raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{str(error).splitlines()[0]}; set the value that it refers to") from None
+    found = rewritten(raw, entry)
+    with open_dict(config):
+        for path in found.removed:
+            parent, _, name = path.rpartition(".")
+            section = OmegaConf.select(config, parent) if parent else config
+            if section is not None:
+                section.pop(name, None)
+        for path, value in found.values.items():
+            OmegaConf.update(config, path, value, force_add=True)
+    return found.notes
+
+
+def _main_ppos_runner(config: DictConfig) -> Any:
+    """Validate the configuration as verl's main_ppo does, and return its task runner."""
+    from verl.trainer.main_ppo import TaskRunnerV1
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    validate_config(
+        config=config,
+        use_reference_policy=need_reference_policy(config),
+        use_critic=need_critic(config),
+    )
+    return TaskRunnerV1

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse our two sections of verl's config, the user's knobs and the state of the run, and Ray's address."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from ...config.machine import require_machine
+from ...config.open_requests import OpenRequests
+from ...config.paths import OWN, RUNTIME, nested, select
+from ...config.published import arena_bytes
+from ...config.runtime import RuntimeConfig
+from ...config.sample_store import store_budget
+from ...config.schema import AsyncPipelineConfig
+from ...errors import ConfigError
+
+INIT = "ray_kwargs.ray_init"
+ADDRESS = f"{INIT}.address"
+VARIABLE = "RAY_ADDRESS"
+LOCAL, AUTO = "local", "auto"
+
+
+def knobs_of(config: DictConfig) -> AsyncPipelineConfig:
+    """Parse the user's knobs. Call this once per object: it is too slow for every response."""
+    return AsyncPipelineConfig.of(_plain(config, OWN))
+
+
+def open_requests_of(config: DictConfig) -> OpenRequests:
+    """Return how many requests and groups may be open at once."""
+    rollout, knobs = config.actor_rollout_ref.rollout, knobs_of(config)
+    return OpenRequests.of(
+        knobs,
+        engine_slots=rollout.max_num_seqs * rollout.data_parallel_size,
+        workers=rollout.agent.num_workers,
+        groups_per_step=config.data.train_batch_size,
+        answers_per_group=rollout.n + knobs.agentic.redundancy,
+    )
+
+
+def runtime_of(config: DictConfig) -> RuntimeConfig:
+    """Parse the state of the run."""
+    return RuntimeConfig.of(nested({RUNTIME: _plain(config, RUNTIME)}))
+
+
+def address_to_join(config: DictConfig) -> str | None:
+    """Return the address of the cluster that the user asks to join, or None to start a new one."""
+    given, environment = OmegaConf.select(config, ADDRESS), os.environ.get(VARIABLE)
+    # As in Ray: the variable replaces `auto` and a missing address.
+    address = environment if environment and given in (None, AUTO) else given
+    return None if address in (None, LOCAL) else str(address)
+
+
+def notes_on_machine(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, *, planning: bool
+) -> tuple[str, ...]:
+    """Return a line for each thing of this machine that a run with this resolved config may do without.
+
+    Raises ConfigError with what it needs, unless it is planned: then that is a line, too.
+    """
+    try:
+        return require_machine(
+            needed_shm_bytes=arena_bytes(config),
+            store_bytes=store_budget(config, knobs).nbytes,
+            temporary=select(config, f"{INIT}._temp_dir"),
+        )
+    except ConfigError as error:
+        if not planning:
+            raise
+        return tuple(f"WARNING: on this machine {problem}" for problem in error.problems)
+
+
+class ReadOnce:
+    """A view of a config that looks each key up once.
+
+    OmegaConf takes some ten microseconds for each key, and verl reads the same keys for each request.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config" or name.startswith("__"):  # not unpickled yet, or a protocol of Python's
+            raise AttributeError(name)
+        value = getattr(self._config, name)
+        value = ReadOnce(value) if isinstance(value, DictConfig) else value
+        setattr(self, name, value)
+        return value
+
+
+def _plain(config: DictConfig, path: str) -> dict[str, Any]:
+    return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.select(config, path), resolve=True))

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the files of users before Ray starts: rewards, tools and agent loops, and names that these define.
+
+Each worker would find the same faults after a minute. Files of tools import verl, which takes seconds, so
+that they are read here, and only a reward function's file is executed, in another process.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...config.paths import hint, select
+from ...config.user_classes import find_class
+from ...errors import ConfigError
+from ...installed.verl import find_verl_root
+from ..process import user_modules
+from ..process.user_modules import FILE, PACKAGE
+from .inputs import InputFault
+from .light_verl import registered_agent_loops, registered_reward_managers, registered_tool_parsers, suffices
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TOOLS, FUNCTIONS = f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.function_tool_path"
+FORMAT = f"{ROLLOUT}.multi_turn.format"
+EXTERNAL = "actor_rollout_ref.model.external_lib"
+LOOPS, LOOP = f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.agent.default_agent_loop"
+TOOL_LOOP = "tool_agent"
+OWN_LOOPS = ("agent_session", "environment", "diffusion")
+"""Agent loops of this package."""
+MANAGER = "reward.reward_manager"
+REWARD = "reward.custom_reward_function"
+IMPORT_S = 60.0
+"""Time for a reward function's file. A slower one is left to the workers."""
+_LOAD = """
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+loader, path, name = sys.argv[1:]
+try:
+    if path.startswith("pkg://"):
+        module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
+    else:
+        module = runpy.run_path(loader)["module_of"](Path(path.removeprefix("file://")))
+    getattr(module, name)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+"""Loads as `FunctionLocation` does. It does not import this package, which takes longer than most files."""
+
+
+def faults_of_user_files(config: Mapping[str, Any], *, images: bool = False) -> Iterator[InputFault]:
+    """Yield what the workers of a run with this resolved config of verl could not load.
+
+    `images`: its policy draws pictures, which this package scores without a reward manager of verl.
+    """
+    yield from _faults_of_reward(config)
+    yield from _faults_of_tools(config)
+    yield from _faults_of_functions(config)
+    yield from _faults_of_loops(config)
+    if not images and not select(config, EXTERNAL) and suffices():
+        yield from _faults_of_manager(config)
+
+
+# The reward function.
+
+
+def _faults_of_reward(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    path, name = select(config, f"{REWARD}.path"), str(select(config, f"{REWARD}.name"))
+    if not path:
+        return
+    path = str(path)
+    if not path.startswith(PACKAGE) and not Path(path.removeprefix(FILE)).is_file():
+        yield InputFault(
+            f"{REWARD}.path must be an existing Python file or {PACKAGE}MODULE, got {path!r}; correct it",
+            f"{REWARD}.path={path}, which is not on this machine",
+        )
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD, user_modules.__file__, path, name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return
+    if done.returncode:
+        *_, last = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
+        problem = f"{REWARD}: {name} of {path} cannot be loaded ({last[:300]}); correct path and name"
+        missing = last.startswith("ModuleNotFoundError")
+        yield InputFault(problem, f"{REWARD}.path={path}: {last} on this machine" if missing else "")
+
+
+# Tools.
+
+
+def _faults_of_tools(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check the file of tools, and the classes that it names."""
+    listed = _documents(config, TOOLS)
+    if listed is None or isinstance(listed, InputFault):
+        yield from [] if listed is None else [listed]
+        return
+    tools = listed.get("tools") if isinstance(listed, Mapping) else listed
+    if (
+        not isinstance(listed, Mapping)
+        or not isinstance(tools, list)
+        or not all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        yield InputFault(f"{TOOLS} must name a file with a list `tools`, got {tools!r}; see verl's examples")
+        return
+    for tool in tools:
+        if not isinstance(tool.get("config"), Mapping) or tool["config"].get("type") != "native":
+            yield InputFault(
+                f"{TOOLS} must list tools with config.type=native, got {tool.get('config')!r}; correct it"
+            )
+        yield from _faults_of_class(TOOLS, str(tool.get("class_name")))
+
+
+def _faults_of_functions(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check that a file of functions is Python, and that its imports are there."""
+    file = _resolved(config, FUNCTIONS)
+    if not isinstance(file, Path):
+        yield from [file] if isinstance(file, InputFault) else []
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        yield InputFault(f"{FUNCTIONS} must name a Python file, got {str(file)!r} ({error}); correct it")
+        return
+    there = {path.stem for path in file.parent.iterdir()}
+    for name in dict.fromkeys(_imported(tree)):
+        if name not in there and not _is_installed(name):
+            yield InputFault(
+                f"{FUNCTIONS} must import installed modules, got {name!r} in {str(file)!r}; install it",
+                f"{FUNCTIONS}={file}, whose package {name} is not on this machine",
+            )
+    if "function_tool" not in ast.unparse(tree):
+        yield InputFault(
+            f"{FUNCTIONS} must define a function with @function_tool, got none in {str(file)!r}; add it"
+        )
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the packages that a module imports when it is loaded."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # __main__ has no spec
+        return True
+
+
+# Agent loops.
+
+
+def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check the file of agent loops, and names that verl and this file register."""
+    listed = _documents(config, LOOPS)
+    own = list[str]()
+    if isinstance(listed, InputFault):
+        yield listed
+    elif isinstance(listed, list) and all(isinstance(one, Mapping) for one in listed):
+        own = [str(one.get("name")) for one in listed]
+        for one in listed:
+            yield from _faults_of_class(LOOPS, str(one.get("_target_")))
+    elif listed is not None:
+        yield InputFault(f"{LOOPS} must name a file with a list of agent loops, got {listed!r}; correct it")
+    if select(config, EXTERNAL) or not suffices():
+        return  # others may register names
+    loop, form = select(config, LOOP), select(config, FORMAT)
+    loops = [*own, *sorted(registered_agent_loops()), *OWN_LOOPS]
+    if loop not in loops and not isinstance(listed, InputFault):
+        yield InputFault(
+            f"{LOOP} must be one of {', '.join(loops)}, got {loop!r}{hint(str(loop), loops)}; correct it, or "
+            f"define it in {LOOPS}"
+        )
+    forms = sorted(registered_tool_parsers())
+    alike = hint(str(form), forms)
+    # A file of functions, or what it imports, may register another form.
+    needs_one = bool(alike) if select(config, FUNCTIONS) else loop == TOOL_LOOP or bool(select(config, TOOLS))
+    if form not in forms and needs_one:
+        yield InputFault(f"{FORMAT} must be one of {', '.join(forms)}, got {form!r}{alike}; correct it")
+
+
+def _faults_of_manager(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check the name of a reward manager that verl has; others are in a module."""
+    name, names = select(config, f"{MANAGER}.name"), sorted(registered_reward_managers())
+    if select(config, f"{MANAGER}.source") == "register" and name not in names:
+        yield InputFault(
+            f"{MANAGER}.name must be one of {', '.join(names)}, got {name!r}{hint(str(name), names)}; "
+            "correct it, or set its source and module"
+        )
+
+
+# Files.
+
+
+def _resolved(config: Mapping[str, Any], key: str) -> Path | InputFault | None:
+    """Return the file that a key names, as verl finds it, or None if it names none."""
+    name = select(config, key)
+    if name is None:
+        return None
+    places = [Path(str(name)), find_verl_root() / str(name)]
+    if found := next((place for place in places if place.is_file()), None):
+        return found
+    home = "; write the home folder out" if str(name).startswith("~") else "; correct the path"
+    return InputFault(
+        f"{key} must name an existing file, got {name!r}{home}",
+        f"{key}={name}, which is not on this machine",
+    )
+
+
+def _documents(config: Mapping[str, Any], key: str) -> Any:
+    """Return what a YAML file contains, its fault, or None if the key names none."""
+    file = _resolved(config, key)
+    if not isinstance(file, Path):
+        return file
+    try:
+        return yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:300]
+        return InputFault(f"{key} must name a YAML file, got {str(file)!r} ({reason}); correct it")
+
+
+def _faults_of_class(key: str, target: str) -> Iterator[InputFault]:
+    """Check that a class `package.module.Class` is in its source."""
+    module, _, name = target.rpartition(".")
+    if module.partition(".")[0] == "verl":  # to find it would import verl
+        file = find_verl_root().joinpath(*module.split("."))
+        if not file.with_suffix(".py").is_file() and not (file / "__init__.py").is_file():
+            yield InputFault(f"{key} names {target!r}, which verl does not have; correct it")
+        return
+    try:
+        find_class(f"{module}:{name}", key, derived=False)
+    except ConfigError as error:
+        yield from (InputFault(problem) for problem in error.problems)

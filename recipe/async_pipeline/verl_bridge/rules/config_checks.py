@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check a verl config before Ray starts, by one list of checks: `CHECKS`. Each problem has one line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ...checkpoint.resume import check_keys
+from ...config.adapters import ASSUMED_RANK, MODEL, adapter_rank, publishes_adapters, rank_in
+from ...config.agent_program import program_values
+from ...config.aliases import BYPASS, FOREIGN
+from ...config.batch_sizes import fit_batch_sizes
+from ...config.environment_arguments import check_environment
+from ...config.misplaced import SWITCHES
+from ...config.older_verl import corrected
+from ...config.paths import MODE, OWN, PATCH_FREE, select
+from ...config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
+from ...config.refusals import Settings, refuse
+from ...config.sample_store import fit_capacity
+from ...config.schema import AsyncPipelineConfig
+from ...config.translation import Translation, is_enabled, require_no_stray_keys, resolve
+from ...config.user_classes import find_class, schedule_at
+from ...config.verl_options import REWARDS
+from ...core.graph import GRAPH, OPTIONAL, graph_of
+from ...errors import ConfigError
+from ...installed.patch_state import require_known, require_patched
+from ...installed.verl import find_verl_root
+from ...stages.custom import insert_custom_stages
+from ..launch import light_verl
+from ..launch.inputs import faults
+from ..launch.run_config import address_to_join, notes_on_machine
+from ..launch.user_files import faults_of_user_files
+from ..workers.attention import set_attention
+from .config_rules import OPTION_CHECKS, check_corrections, check_devices, check_sections, check_types
+from .diffusers_rules import check_images, draws_images, set_image_keys
+from .engine_arguments import largest_adapter_rank
+from .engine_memory import set_engine_memory
+from .expert_backends import set_expert_kernels
+from .model_rules import ROLLOUT, described_model, has_critic, has_reference
+from .spelling import check_spelling
+from .verl_keys import keys_without_effect
+
+FOREIGN_PATHS = tuple(key.path for key in FOREIGN)
+
+
+class Checked(NamedTuple):
+    """A config that the pipeline can run."""
+
+    translation: Translation
+    placement: Placement
+    old_logp: str
+    """The policy of old log-probs; see `placement.proximal_policy`."""
+    unchecked: tuple[str, ...] = ()
+    """What is not on this machine, one line each; the run may be elsewhere, and would refuse it there."""
+
+
+@dataclass
+class Review:
+    """A config under check, and what the checks have found. Each check may use results of earlier ones."""
+
+    raw: dict[str, Any]
+    """The user's config. `_resolve` resolves the interpolations of this package's knobs, no others."""
+    config: DictConfig
+    """A copy in which verl's own keys get the values that follow from our keys."""
+    planning: bool = False
+    """Whether files may be missing, because the run is elsewhere."""
+    unchecked: list[str] = field(default_factory=list)
+    translation: Translation = field(init=False)
+    resolved: Mapping[str, Any] = field(init=False)
+    placement: Placement = field(init=False)
+    old_logp: str = field(init=False)
+
+    @property
+    def knobs(self) -> AsyncPipelineConfig:
+        return self.translation.config
+
+    @property
+    def bypass(self) -> bool:
+        """Whether verl takes old log-probs from the rollout."""
+        return bool(OmegaConf.select(self.config, BYPASS))
+
+
+def checked(config: DictConfig, *, planning: bool = False) -> Checked | None:
+    """Run `CHECKS` on a config. Returns what they found, or None if the config does not ask for the pipeline.
+
+    `planning`: the run is elsewhere, so that a file of the user may be missing here.
+
+    Raises ConfigError with all problems, or PatchedVerlRequired, if the pipeline could not run; leaves the
+    config as it is.
+    """
+    raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    if not is_enabled(raw):
+        require_no_stray_keys(raw)
+        return None
+    review = Review(raw, copy.deepcopy(config), planning)
+    if problems := tuple(_problems(review)):
+        raise ConfigError(*problems)
+    return Checked(review.translation, review.placement, review.old_logp, tuple(review.unchecked))
+
+
+def _require_patches(review: Review) -> None:
+    """Raises PatchedVerlRequired if verl lacks our patches and the run does not start without them."""
+    require = require_known if select(review.raw, MODE) == PATCH_FREE else require_patched
+    require(find_verl_root())
+
+
+def _translate(review: Review) -> None:
+    """Raises ConfigError if one of our keys is unknown, misplaced, contradictory or has a wrong value."""
+    found = resolve(review.raw)
+    review.translation = replace(found, notes=(*found.notes, *keys_without_effect(review.raw)))
+
+
+def _apply_translation(review: Review) -> None:
+    """Set the keys of verl that follow from this package's; drop the switch and keys of other systems."""
+    _update(review.config, review.translation.verl)
+    with open_dict(review.config):
+        # verl's `validate_config` refuses the switch: see entry_points.without_switch.
+        remove_keys(review.config, (*SWITCHES, *FOREIGN_PATHS))
+
+
+def _note_device(review: Review) -> None:
+    if (device := OmegaConf.select(review.config, "trainer.device")) not in (None, "cuda", "cpu"):
+        review.unchecked.append(f"trainer.device={device}, on which this package was never run")
+
+
+def _check_resume(review: Review) -> None:
+    """Raises ConfigError if verl's keys for checkpoints contradict each other."""
+    review.resolved = cast("dict[str, Any]", OmegaConf.to_container(review.config, resolve=True))
+    check_keys(review.resolved)
+
+
+def _place(review: Review) -> None:
+    """Raises ConfigError if the stages do not fit the devices."""
+    layout = next((path for path in (RATIOS, TASK_RATIOS) if select(review.raw, path) is not None), POOLS)
+    roles = _placed_roles(review.config, bypass=review.bypass)
+    review.placement = placement_of(review.resolved, review.knobs.pools, roles, layout)
+
+
+def _choose_old_logp(review: Review) -> None:
+    """Raises ConfigError if the placement does not permit the chosen policy of old log-probs."""
+    review.old_logp = proximal_policy(review.knobs, review.placement, bypass=review.bypass)
+
+
+def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        OmegaConf.update(config, path, value, force_add=True)
+
+
+def remove_keys(config: DictConfig, paths: Iterable[str]) -> None:
+    """Remove keys, and sections that are empty afterwards: verl's dataclasses would not accept them."""
+    for path in paths:
+        parent, _, leaf = path.rpartition(".")
+        node = OmegaConf.select(config, parent) if parent else config
+        if isinstance(node, DictConfig) and leaf in node:
+            del node[leaf]
+            if parent and not node:
+                remove_keys(config, (parent,))
+
+
+def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
+    absent = (
+        (set() if has_critic(config) else {"critic"})
+        | ({"logp"} if bypass else set())
+        | (set() if has_reference(config) else {"ref_logp"})
+    )
+    return [role for role in PLACED if role not in absent]
+
+
+def _resolve(review: Review) -> None:
+    """Resolve the knobs. Raises ConfigError if any interpolation of the config has no value."""
+    _resolved(review.config)
+    own = OmegaConf.select(review.config, OWN)
+    if isinstance(own, DictConfig):
+        review.raw["trainer"]["v1"]["async_pipeline"] = _resolved(own)
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    """Return a section as plain values.
+
+    Raises ConfigError if an interpolation such as ${oc.env:NAME} has no value.
+    """
+    try:
+        return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    except OmegaConfBaseException as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{error.full_key} cannot be resolved: {text}; set it or override the key"
+        ) from None
+
+
+def _require_importable(knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if the strategy is none, or a custom stage names a class that cannot be found."""
+    schedule_at(knobs.strategy, f"{OWN}.strategy")
+    for spec in knobs.custom_stages:
+        target = spec.partition("@")[0]
+        if ":" in target:
+            find_class(target, f"{OWN}.custom_stages")
+
+
+def _require_rewards(review: Review) -> None:
+    """Raises ConfigError if the knobs do not fit the rewards."""
+    refuse(REWARDS, Settings(review.config, review.knobs))
+
+
+def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if a custom stage is not registered or its edge does not exist."""
+    critic, reference = has_critic(config), has_reference(config)
+    roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
+    try:
+        insert_custom_stages(graph_of(roles), knobs.custom_stages)
+    except ConfigError as error:
+        raise ConfigError(f"{OWN}.custom_stages: {error}") from None
+
+
+def _require_inputs(review: Review) -> None:
+    """Raises ConfigError if an input cannot be read; notes what a plan or a cluster may have elsewhere."""
+    elsewhere = review.planning or address_to_join(review.config) is not None
+    images = draws_images(review.config)
+    found = faults(
+        review.resolved,
+        critic=has_critic(review.config),
+        images=images,
+        scored=bool(review.knobs.agentic.environment or review.knobs.agentic.agent),
+    )
+    problems = []
+    for fault in (*faults_of_user_files(review.resolved, images=images), *found):
+        if fault.absent and elsewhere:
+            review.unchecked.append(fault.absent)
+        else:
+            problems.append(fault.problem)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _require_machine(review: Review) -> None:
+    """Raises ConfigError if Ray and the run could not start here; notes what the run may do without."""
+    if address_to_join(review.config) is None:  # a cluster that runs already has started
+        _note(review, notes_on_machine(review.resolved, review.knobs, planning=review.planning))
+
+
+def _note(review: Review, notes: Iterable[str]) -> None:
+    old = review.translation
+    review.translation = replace(old, notes=(*old.notes, *notes))
+
+
+def _adopt_adapter(review: Review) -> None:
+    """Take the rank of an adapter that is trained further from its files, if no key has it."""
+    path = OmegaConf.select(review.config, f"{MODEL}.lora_adapter_path")
+    if path is None or adapter_rank(cast("dict[str, Any]", review.config)):
+        return
+    rank = rank_in(Path(str(path)))
+    if rank is not None:
+        _set(review, {f"{MODEL}.lora_rank": (rank, f"the rank of {path}")})
+    elif review.planning and not Path(str(path)).exists():
+        review.unchecked.append(f"{MODEL}.lora_adapter_path={path}, which is not on this machine")
+        _set(review, {f"{MODEL}.lora_rank": (ASSUMED_RANK, "assumed for this plan")})
+    now = cast("dict[str, Any]", OmegaConf.to_container(review.config, resolve=False))
+    _set(review, {path: found for path, found in corrected(now).items() if select(now, path) != found[0]})
+
+
+def _fit_batch_sizes(review: Review) -> None:
+    """Make micro-batches fit their batches. Raises ConfigError if other sizes do not divide."""
+    _set(review, fit_batch_sizes(review.resolved, review.placement))
+    _set(review, fit_capacity(review.resolved, review.knobs))
+
+
+def _set(review: Review, found: Mapping[str, tuple[Any, str]]) -> None:
+    """Set keys of verl, each to a value and with a note why, in the config and in what a run sets."""
+    values = {path: value for path, (value, _) in found.items()}
+    _update(review.config, values)
+    _note(review, (f"{path} is set to {value}: {why}" for path, (value, why) in found.items()))
+    old = review.translation
+    review.translation = replace(old, verl={**old.verl, **values})
+
+
+def _require_servable_rank(review: Review) -> None:
+    """Raises ConfigError if adapters have a rank that vLLM does not serve, for which verl imports vLLM."""
+    rank, engine = adapter_rank(review.resolved), review.config.actor_rollout_ref.rollout.name
+    if engine != "vllm" or not publishes_adapters(review.resolved):
+        return
+    if (largest := largest_adapter_rank()) is None:
+        review.unchecked.append("the largest rank of an adapter, for which verl asks vllm")
+    elif rank > largest:
+        raise ConfigError(
+            f"{MODEL}.lora_rank must be at most {largest}, the largest that the installed vllm serves, got "
+            f"{rank}; lower it"
+        )
+
+
+def _require_verls_consent(review: Review) -> None:
+    """Raises ConfigError with verl's reason if verl would refuse the config after these checks.
+
+    Without the critic, for which verl loads a model's config, and without the rank of adapters.
+    """
+    config = copy.deepcopy(review.config)
+    set_pool_sizes(config, review.placement)
+    _update(config, {f"{MODEL}.lora.merge": True})
+    if reason := light_verl.refusal(config, reference=has_reference(config)):
+        raise ConfigError(f"verl refuses this config: {reason}; correct it")
+
+
+def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str]) -> tuple[str, ...]:
+    """Set verl's own keys to the values that follow from the knobs and from keys of other systems.
+
+    `overrides` is the command line, as far as it is known. Returns a line for each key that gets another
+    default than verl's.
+    """
+    _update(config, found.translation.verl)
+    set_pool_sizes(config, found.placement)
+    if draws_images(config):
+        set_image_keys(config, found.translation.config)
+        return ()
+    described = described_model(config)
+    notes = (
+        set_attention(config, described),
+        set_expert_kernels(config, described),
+        set_engine_memory(config, found.translation.config, overrides),
+    )
+    return tuple(note for note in notes if note is not None)
+
+
+def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
+    """Set verl's numbers of training and rollout devices from the pools."""
+    for role, path in (("train", "trainer"), ("generate", ROLLOUT)):
+        pool = placement.pool_of(role)
+        assert pool is not None
+        _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
+
+
+class Check(NamedTuple):
+    """One check, and when it makes sense."""
+
+    run: Callable[[Review], object]
+    stops: bool = False
+    """Whether no later check means anything if this one fails."""
+    needs: str = ""
+    """What of the review an earlier check must have found."""
+    last: bool = False
+    """Whether it runs only if nothing was wrong before, since it would say the same in other words."""
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(lambda review: light_verl.require_plugin(), stops=True),
+    Check(_require_patches, stops=True),
+    Check(_resolve, stops=True),
+    Check(lambda review: check_sections(review.config), stops=True),
+    Check(_translate, stops=True),
+    Check(lambda review: _require_importable(review.knobs)),
+    Check(_require_rewards),
+    Check(lambda review: check_environment(review.knobs.agentic)),
+    Check(lambda review: program_values(review.knobs.agentic)),
+    Check(_apply_translation, stops=True),
+    Check(_note_device),
+    Check(_adopt_adapter),
+    Check(lambda review: check_spelling(review.config)),
+    *(Check(lambda review, run=run: run(review.config)) for run in OPTION_CHECKS),  # type: ignore[misc]
+    Check(lambda review: check_images(review.config, review.knobs, critic=has_critic(review.config))),
+    Check(lambda review: _require_stages_that_fit(review.config, review.knobs)),
+    Check(lambda review: check_corrections(review.config, review.knobs)),
+    Check(_check_resume),
+    Check(lambda review: check_types(review.resolved), needs="resolved"),
+    Check(_require_inputs, needs="resolved"),
+    Check(_place, needs="resolved"),
+    Check(_choose_old_logp, needs="placement"),
+    Check(lambda review: check_devices(review.config, review.placement, review.knobs), needs="placement"),
+    Check(_fit_batch_sizes, needs="placement"),
+    Check(_require_machine, needs="resolved"),
+    Check(_require_servable_rank, last=True),
+    Check(_require_verls_consent, last=True),
+)
+"""All checks, the most fundamental first; a wrong config gets the messages of all that fail."""
+
+
+def _problems(review: Review) -> Iterator[str]:
+    """Run the checks; yield one line for each problem, for each key the first."""
+    keys: set[str] = set()
+    for check in CHECKS:
+        if (check.last and keys) or (check.needs and not hasattr(review, check.needs)):
+            continue
+        try:
+            check.run(review)
+        except ConfigError as error:
+            for problem in error.problems:
+                key = problem.partition(" ")[0]
+                if key not in keys:
+                    keys.add(key)
+                    yield problem
+            if check.stops:
+                return
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, OmegaConfBaseException):
+            # A value that was refused before may be one that this check cannot read.
+            if not keys:
+                raise

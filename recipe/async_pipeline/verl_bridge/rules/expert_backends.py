@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep engines from kernels of experts for which they reorder published weights.
+
+Except on Hopper, vLLM and SGLang prefer FlashInfer's kernels for experts in bfloat16, and exchange and
+shuffle rows for them after a load. The served weights could then be neither proved nor updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ...errors import ConfigError
+from .sglang_rules import EXPERTS
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ARGUMENT = {"vllm": "moe_backend", "sglang": "moe_runner_backend"}
+"""The engines' argument that names the kernels of experts."""
+KERNELS = "triton"
+REORDERING = "flashinfer"
+"""Begins the names of the kernels that require reordered weights."""
+
+
+def check_expert_kernels(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the user chose kernels of experts that require reordered weights.
+
+    `described` is the model's `config.json`.
+    """
+    path, chosen = _chosen(config)
+    if (
+        chosen is not None
+        and _is_concerned(config, described)
+        and str(chosen).replace("-", "_").startswith(REORDERING)
+    ):
+        raise ConfigError(
+            f"{path} must leave the rows of experts in their order, got {chosen!r}, for which the engine "
+            f"reorders them after each load; use {KERNELS}"
+        )
+
+
+def set_expert_kernels(config: DictConfig, described: Mapping[str, Any]) -> str | None:
+    """Set the kernels of experts unless the user has; return a line for the user, or None if nothing changed.
+
+    `described` is the model's `config.json`.
+    """
+    path, chosen = _chosen(config)
+    if chosen not in (None, "auto") or not _is_concerned(config, described):
+        return None
+    with open_dict(config):
+        OmegaConf.update(config, path, KERNELS, force_add=True)
+    return f"{path}={KERNELS}: other kernels of experts may reorder the published weights"
+
+
+def _chosen(config: DictConfig) -> tuple[str, Any]:
+    """Return the path of the engine's argument, and what the user set it to."""
+    section = f"{ROLLOUT}.engine_kwargs.{config.actor_rollout_ref.rollout.name}"
+    argument = ARGUMENT.get(config.actor_rollout_ref.rollout.name, "")
+    for key, value in (OmegaConf.select(config, section) or {}).items():
+        if str(key).replace("-", "_") == argument:
+            return f"{section}.{key}", value
+    return f"{section}.{argument}", None
+
+
+def _is_concerned(config: DictConfig, described: Mapping[str, Any]) -> bool:
+    """Return whether the engine may choose such kernels: for unquantized experts, and not on a CPU."""
+    text = described.get("text_config") or described
+    rollout = config.actor_rollout_ref.rollout
+    return (
+        rollout.name in ARGUMENT
+        and config.trainer.device != "cpu"
+        and rollout.get("quantization") is None
+        and any(text.get(name) for name in EXPERTS)
+        # Both engines have special kernels for its biases and its activation.
+        and text.get("model_type") != "gpt_oss"
+    )

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse models and options of the rollout engine to which published weights cannot be delivered.
+
+Weights are published in the precision of the trainer, and an engine loads them as they are or, with
+`rollout.quantization=fp8`, converted block by block. Where verl would convert them in another way, or load
+them into a second model (a drafter), the engine would serve something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from omegaconf import DictConfig, OmegaConf
+
+from ...config.adapters import publishes_adapters
+from ...config.refusals import Refusal, Settings, any_of, other_than, refuse
+from ...errors import ConfigError
+from ...installed.engines import find_spec
+from .engine_arguments import check_arguments, check_engine_names
+from .expert_backends import check_expert_kernels
+from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
+
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+ENGINE_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
+_UNQUANTIZED = "since weights are published unquantized"
+
+REPLACED_ARGUMENTS = {
+    "model": f"set {MODEL}.path instead",
+    "dtype": f"set {ROLLOUT}.dtype instead",
+    "cpu_offload_gb": "leave it out, since the pipeline serves weights on the device",
+    "quantization": f"set {ROLLOUT}.quantization instead",
+    "worker_extension_cls": "leave it out, since the pipeline's own extension loads and verifies weights",
+    "load_format": f"set {ROLLOUT}.load_format instead",
+    "enable_lora": f"set {MODEL}.lora_rank instead",
+    "enable_expert_parallel": f"set {ROLLOUT}.expert_parallel_size instead",
+    "enable_eplb": "leave it out, since it moves experts between devices",
+    "tensor_parallel_size": f"set {ROLLOUT}.tensor_model_parallel_size instead",
+    "pipeline_parallel_size": "use tensor parallelism or more replicas instead",
+    "data_parallel_size": "use more replicas instead",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port"),
+        "leave it out, since the nodes of a replica follow from its devices",
+    ),
+}
+"""vLLM's arguments that would contradict what the pipeline knows about the engine, with the remedy."""
+OWN_EXTENSIONS = "recipe.async_pipeline."
+"""Extensions from here derive from the pipeline's own one, such as the benchmark's, which records steps."""
+
+WEIGHTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")
+"""vLLM's methods of speculative decoding without weights."""
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head for which vLLM's CPU engine has a kernel."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in a model's config.json."""
+CPU_EXPERT_ALIGNMENT = 32
+"""vLLM's CPU engine pads the width of experts to a multiple of this; padded experts cannot be updated."""
+
+
+FP8: tuple[Refusal, ...] = (
+    Refusal(
+        f"{ROLLOUT}.quantization",
+        other_than("fp8"),
+        "must be null on the CPU platform",
+        "vLLM's CPU engine needs AMX and a repacking that verl does not do: leave it out, or use a GPU",
+        when=lambda at: at["trainer.device"] == "cpu",
+    ),
+    Refusal(
+        f"{ROLLOUT}.quantization",
+        other_than("fp8"),
+        "must be null for LoRA adapters that are not merged, since the base is loaded without a conversion",
+        f"leave it out, or set {MODEL}.lora.merge=True",
+        when=lambda at: publishes_adapters(at.config),
+    ),
+)
+ON_CPU: tuple[Refusal, ...] = (
+    Refusal(
+        f"{ROLLOUT}.expert_parallel_size",
+        any_of(None, 1),
+        "must be 1 on the CPU platform",
+        "use tensor parallelism, since vLLM's CPU engine does not start with another value",
+    ),
+)
+
+
+def has_critic(config: DictConfig) -> bool:
+    """Return whether verl will use a critic. verl's own function warns if it will not."""
+    if config.critic.enable is not None:
+        return bool(config.critic.enable)
+    return bool(config.algorithm.adv_estimator == "gae")
+
+
+def has_reference(config: DictConfig) -> bool:
+    """Return whether verl will use a reference policy."""
+    return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def check_model(config: DictConfig) -> None:
+    """Raises ConfigError if the rollout engine cannot serve published weights of this model."""
+    described = described_model(config)
+    _check_precision(config, described)
+    _check_heads(config, described)
+    _check_pictures(config, described)
+    _check_context(config, described)
+    check_engine_names(
+        OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs") or {}, str(config.actor_rollout_ref.rollout.name)
+    )
+    if config.actor_rollout_ref.rollout.name == "sglang":
+        check_sglang(config)
+        check_expert_kernels(config, described)
+        check_sglang_adapters(config, _text_model(described))
+        if config.trainer.device == "cpu":
+            check_sglang_on_cpu(config, _text_model(described))
+        return
+    if config.actor_rollout_ref.rollout.name == "diffusers":
+        return  # `diffusers_rules` knows the knobs too
+    _check_engine_arguments(OmegaConf.select(config, ENGINE_ARGUMENTS) or {})
+    check_expert_kernels(config, described)
+    _check_fp8(config, described)
+    if config.trainer.device == "cpu":
+        _check_cpu_engine(config, described)
+
+
+def described_model(config: DictConfig) -> Mapping[str, Any]:
+    """Return the model's `config.json`, or nothing if it is not on this machine; the checks are then
+    skipped.
+
+    Raises ConfigError if the file is not JSON.
+    """
+    model = config.actor_rollout_ref.model
+    path = str(model.get("hf_config_path") or model.path)
+    file: Any = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        try:
+            file = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            file = None
+        if not isinstance(file, str):
+            return {}
+    try:
+        described = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{MODEL}.path must name a model, got {path!r}, whose config.json cannot be read: "
+            f"{' '.join(str(error).split())}; correct it"
+        ) from None
+    return described if isinstance(described, Mapping) else {}
+
+
+def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    for key, value in arguments.items():
+        name = str(key).replace("-", "_")
+        own = name == "worker_extension_cls" and str(value).startswith(OWN_EXTENSIONS)
+        if name in REPLACED_ARGUMENTS and value not in (None, False) and not own:
+            raise ConfigError(
+                f"{ENGINE_ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED_ARGUMENTS[name]}"
+            )
+        if name == "speculative_config" and value:
+            method = _as_mapping(value).get("method")
+            if method not in WEIGHTLESS_SPECULATION:
+                raise ConfigError(
+                    f"{ENGINE_ARGUMENTS}.{key} must use a method without weights "
+                    f"({', '.join(WEIGHTLESS_SPECULATION)}), got {method!r}; the weights of a drafter "
+                    "would not be updated"
+                )
+        if name == "hf_overrides" and "quantization_config" in _as_mapping(value):
+            raise ConfigError(
+                f"{ENGINE_ARGUMENTS}.{key} must not have a quantization_config, got {value!r}; leave it "
+                f"out, {_UNQUANTIZED}"
+            )
+    check_arguments("vllm", arguments)
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    """Return an option of vLLM that may be given as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _check_precision(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the model is quantized: in its files, or by an override."""
+    override = _as_mapping(OmegaConf.select(config, f"{MODEL}.override_config"))
+    override = _as_mapping(override.get("model_config")) or override
+    if override.get("quantization_config"):
+        raise ConfigError(
+            f"{MODEL}.override_config must not have a quantization_config, got "
+            f"{override['quantization_config']!r}; leave it out, {_UNQUANTIZED}"
+        )
+    for section in (described, _text_model(described)):
+        if section.get("quantization_config"):
+            method = _as_mapping(section["quantization_config"]).get("quant_method", "unknown")
+            raise ConfigError(
+                f"{MODEL}.path must name an unquantized model, got {config.actor_rollout_ref.model.path!r} "
+                f"with quant_method {method!r}; convert it to bfloat16, {_UNQUANTIZED}"
+            )
+
+
+def _check_heads(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the devices of a replica cannot share the heads of the attention."""
+    size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, _text_model(described)
+    heads = text.get("num_attention_heads")
+    if isinstance(size, int) and isinstance(heads, int) and size > 1 and heads % size:
+        raise ConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size must divide the model's {heads} attention heads "
+            f"(num_attention_heads of its config.json), got {size}; correct it"
+        )
+
+
+def _check_pictures(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if nothing here could read pictures for a model that takes them."""
+    if "vision_config" in described and find_spec("torchvision") is None:
+        raise ConfigError(
+            f"{MODEL}.path must name a model of text where torchvision is not installed, got "
+            f"{config.actor_rollout_ref.model.path!r} with a vision_config; install the torchvision that "
+            "matches your torch, or use another model"
+        )
+
+
+def _check_context(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the context of the engine or the model is too short for a prompt and response."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "diffusers":
+        return
+    lengths = [OmegaConf.select(config, f"data.max_{part}_length") for part in ("prompt", "response")]
+    override = OmegaConf.select(config, f"{MODEL}.override_config.max_position_embeddings")
+    of_model = override or described.get("max_position_embeddings")
+    of_model = of_model or _text_model(described).get("max_position_embeddings")
+    of_engine = rollout.max_model_len
+    if isinstance(of_model, int) and isinstance(of_engine, int) and of_engine > of_model:
+        raise ConfigError(
+            f"{ROLLOUT}.max_model_len must be at most {of_model}, the model's max_position_embeddings, got "
+            f"{of_engine}; lower it"
+        )
+    limit = of_model if of_engine is None else of_engine
+    if isinstance(limit, int) and all(isinstance(one, int) for one in lengths) and sum(lengths) > limit:
+        whose = "the model's max_position_embeddings" if of_engine is None else f"{ROLLOUT}.max_model_len"
+        raise ConfigError(
+            f"data.max_prompt_length + max_response_length must be at most {limit}, {whose}, got "
+            f"{lengths[0]} + {lengths[1]} = {sum(lengths)}; lower one of them"
+            + ("" if of_engine is None else f", or set {ROLLOUT}.max_model_len={sum(lengths)}")
+        )
+
+
+def _check_fp8(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if an engine that serves fp8 would not get all weights through the conversion, or
+    would compute with older ones.
+    """
+    refuse(FP8, Settings(config))
+    if config.actor_rollout_ref.rollout.quantization != "fp8":
+        return
+    if _text_model(described).get("kv_lora_rank"):
+        raise ConfigError(
+            f"{ROLLOUT}.quantization must be null for a model with latent attention (kv_lora_rank in its "
+            "config.json), got 'fp8', with which vLLM decodes with dequantized copies of the first weights; "
+            "leave it out, so that bfloat16 is served"
+        )
+
+
+def _check_cpu_engine(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if vLLM's CPU engine would fail at its start, or could not be updated."""
+    refuse(ON_CPU, Settings(config))
+    text, path = _text_model(described), f"{MODEL}.path"
+    got = f"got {config.actor_rollout_ref.model.path!r} with"
+
+    head = _head_size(text)
+    if head is not None and head not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"{path} must have attention heads of {', '.join(map(str, CPU_HEAD_SIZES))} on the CPU "
+            f"platform, {got} {head}; use another model, or a GPU"
+        )
+    if text.get("index_topk"):
+        raise ConfigError(
+            f"{path} must not use sparse attention on the CPU platform, {got} index_topk="
+            f"{text['index_topk']!r}; use another model, or a GPU"
+        )
+
+    width, tp = _expert_width(text), config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if width is not None and width % (CPU_EXPERT_ALIGNMENT * max(1, tp)):
+        raise ConfigError(
+            f"{path} must have experts whose width, divided by {ROLLOUT}.tensor_model_parallel_size={tp}, is "
+            f"a multiple of {CPU_EXPERT_ALIGNMENT} on the CPU platform, {got} {width}; use another model, "
+            "or a GPU"
+        )
+
+
+def has_experts(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a mixture of experts."""
+    return any(_text_model(described).get(name) for name in EXPERTS)
+
+
+def has_latent_attention(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes attention over compressed keys and values."""
+    return bool(_text_model(described).get("kv_lora_rank"))
+
+
+def _text_model(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the description of the language model, also of a model that reads pictures as well."""
+    return _as_mapping(described.get("text_config")) or described
+
+
+def _head_size(text: Mapping[str, Any]) -> int | None:
+    """Return the size of an attention head as vLLM computes it, or None if it has another form."""
+    if text.get("kv_lora_rank"):
+        return None
+    hidden, heads, size = (text.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if isinstance(size, int) and size > 0:
+        return size
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        return hidden // heads
+    return None
+
+
+def _expert_width(text: Mapping[str, Any]) -> int | None:
+    """Return the intermediate size of an expert, or None without experts."""
+    if not has_experts(text):
+        return None
+    width = text.get("moe_intermediate_size") or text.get("intermediate_size")
+    return width if isinstance(width, int) else None

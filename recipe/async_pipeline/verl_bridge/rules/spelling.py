@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse misplaced and misspelled keys in verl's own sections, which hydra adds with a `+` and no code reads.
+
+verl reads some keys that its configuration does not have, and so may the user's own code. A key that the
+section does not have is refused if it has the name of a knob, or if it resembles a key of its section and
+its name occurs nowhere in verl's source.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from ...config.misplaced import ALIKE, reject_in_place
+from ...config.paths import select
+from ...config.rollout_correction import POLICY_LOSS
+from ...errors import ConfigError
+from ...redaction import shown
+from ..launch.light_verl import TARGET, fields_of
+from .verl_keys import is_read, verl_trees
+
+PLAIN = ("trainer",)
+"""Sections without a dataclass, of which verl's configuration has all keys."""
+READ_BY_NAME = ("", "actor_rollout_ref", "data", *PLAIN)
+"""Sections without a dataclass that verl passes to nothing as a whole."""
+CHECKED_ELSEWHERE = (POLICY_LOSS,)
+"""Sections that have keys of this package too."""
+
+
+def check_spelling(config: DictConfig) -> None:
+    """Raises ConfigError if a key in a section of verl is misspelled, or has the name of a knob."""
+    tree = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    for path, section in _sections(tree, ""):
+        known = _known(path, section)
+        for name in section.keys() - known if known else ():
+            key, value = f"{path}.{name}", section[name]
+            reject_in_place(key, value, tree)
+            near = near_key(str(name), known) if TARGET in section or path in PLAIN else None
+            if near is not None:
+                raise ConfigError(f"{key} is unknown, got {shown(key, value)}; did you mean {near!r}?")
+
+
+def near_key(name: str, known: frozenset[str]) -> str | None:
+    """Return the known key of which a name is a misspelling, or None if verl may read the name itself."""
+    near = difflib.get_close_matches(name, sorted(known), 1, ALIKE)
+    return near[0] if near and not is_read(name) else None
+
+
+def _sections(tree: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield the sections that have a class or keys by default, outer ones first."""
+    verls = TARGET in tree or any(select(composed, path) for composed in verl_trees().values() if path)
+    if verls and path not in CHECKED_ELSEWHERE:
+        yield path, tree
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _sections(value, f"{path}.{name}".lstrip("."))
+
+
+def _known(path: str, section: Mapping[Any, Any]) -> frozenset[str]:
+    """Return the keys of a section, or nothing if its class has no fields.
+
+    These are the fields of the class, and the keys that verl's configuration has there.
+    """
+    known = {TARGET}
+    if TARGET in section:
+        fields = fields_of(str(section[TARGET]))
+        if not fields:
+            return frozenset()
+        known.update(fields)
+    for composed in verl_trees().values():
+        there = select(composed, path)
+        known |= set(there) if isinstance(there, Mapping) else set()
+    return frozenset(known)
+
+
+def without_unread(words: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return a command line on verl's configuration without keys that no code reads, and a note on each.
+
+    These are added with a `+`, and the first new name in them occurs nowhere in the source of verl and of
+    this package, nor in a value. From a section with a class they are removed, since the workers would refuse
+    them. In others they remain, since code of the user may read them.
+    """
+    given = list(words)
+    added = {word: found for word in given if word.startswith("+") and (found := _added(word))}
+    read = _read({name for _, name in added.values()}, given)
+    rest, notes = [], []
+    for word in given:
+        section, name = added.get(word, ("", ""))
+        there = _sections_at(section)
+        has_class = section not in READ_BY_NAME
+        if not name or name in read:
+            rest.append(word)
+        elif (has_class or section in PLAIN) and any(near_key(name, _known(section, one)) for one in there):
+            rest.append(word)  # `check_spelling` refuses it
+        else:
+            rest += [] if has_class else [word]
+            unless = "" if has_class else ", unless yours does"
+            notes.append(f"ignored: {_key(word)}, because no code of verl reads it{unless}")
+    return rest, tuple(notes)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+")
+
+
+def _read(names: Collection[str], words: Iterable[str]) -> set[str]:
+    """Return the names that verl's source, this package's or an interpolation has."""
+    unread = {name for name in names if not is_read(name)}
+    if not unread:
+        return set(names)
+    texts = [word.partition("=")[2] for word in words if "${" in word]
+    own = (file.read_text(encoding="utf-8") for file in Path(__file__).parents[2].rglob("*.py"))
+    return {*names} - unread | {name for text in chain(texts, own) for name in unread if name in text}
+
+
+def _added(word: str) -> tuple[str, str] | None:
+    """Return the section of verl that a word adds to, and the first new name.
+
+    Returns None if the section has the key, or if verl may pass it to other code as a whole.
+    """
+    section = ""
+    for name in _key(word).split("."):
+        there = _sections_at(section)
+        if not any(name in one for one in there):
+            has_class = any(TARGET in one for one in there)
+            return (section, name) if has_class or section in READ_BY_NAME else None
+        section = f"{section}.{name}".lstrip(".")
+    return None
+
+
+def _sections_at(path: str) -> list[Mapping[str, Any]]:
+    """Return a section of each of verl's configurations that has it."""
+    found = [select(tree, path) if path else tree for tree in verl_trees().values()]
+    return [one for one in found if isinstance(one, Mapping)]

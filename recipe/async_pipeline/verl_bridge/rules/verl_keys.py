@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of verl's configuration and the names in its source, read from its files without an import."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...config.misplaced import ALIKE
+from ...config.paths import OWN, select
+from ...config.without_effect import without_effect
+from ...errors import PatchError
+from ...installed.verl import find_verl_root, has, keys_of_tree
+from ..launch.run_config import INIT
+
+
+def has_key(path: str) -> bool:
+    """Return whether verl's configuration has a key."""
+    return any(has(tree, path) for tree in verl_trees().values())
+
+
+def verl_trees() -> Mapping[str, Mapping[str, Any]]:
+    """Return verl's composed configurations by the names of their files; nothing if verl is not there."""
+    try:
+        return _trees_below(find_verl_root())
+    except PatchError:
+        return {}
+
+
+_trees_below = cache(keys_of_tree)
+
+
+def keys_without_effect(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each key of verl that a config sets and nothing reads."""
+    return without_effect(raw, verl_trees().values())
+
+
+def is_read(path: str) -> bool:
+    """Return whether verl's source may read a key: its names are words there, or verl is not here.
+
+    Arguments of Ray's start are Ray's.
+    """
+    if path.startswith(f"{INIT}."):
+        return True
+    try:
+        return _words_below(find_verl_root()).issuperset(path.encode().split(b"."))
+    except PatchError:
+        return True
+
+
+@cache
+def _words_below(root: Path) -> frozenset[bytes]:
+    files = (root / "verl").rglob("*.py")
+    return frozenset(word for file in files for word in re.findall(rb"\w+", file.read_bytes()))
+
+
+def near_key(path: str) -> str | None:
+    """Return the key in verl's section that the last part of a path resembles, or None."""
+    if path.startswith(f"{OWN}."):
+        return None
+    parent, _, name = path.rpartition(".")
+    sections = [select(tree, parent) if parent else tree for tree in verl_trees().values()]
+    known = {
+        str(key)
+        for section in sections
+        if isinstance(section, Mapping)
+        for key, value in section.items()
+        if not isinstance(value, Mapping)
+    }
+    return next(iter(difflib.get_close_matches(name, sorted(known), 1, ALIKE)), None)

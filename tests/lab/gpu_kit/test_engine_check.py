@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine is checked with each model; a token of another version than recorded is a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.async_pipeline.lab.gpu_kit import engine_check
+from recipe.async_pipeline.lab.gpu_kit.engine_check import VERSIONS, main, saying
+from recipe.async_pipeline.lab.tasks.untrained import main as save_untrained
+from recipe.async_pipeline.observe.wording import ENGINE_LINE
+
+
+def options(folder: Path, *models: str, ranks: int = 2) -> list[str]:
+    chosen = ["--engine", "vllm", "--ranks", str(ranks), "--device", "cpu"]
+    return [*models, *chosen, "--json", str(folder / "found.json")]
+
+
+def found_in(folder: Path) -> Any:
+    return json.loads((folder / "found.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("wrong", "status"), [([], 0), (["8 tokens, runs [(1, 0)], recorded [(0, 0)]"], 1)])
+def test_the_status_says_whether_all_responses_are_right(
+    wrong: Sequence[str],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[tuple[str, int, str]] = []
+
+    def engine(model: str, ranks: int, device: str) -> dict[str, Any]:
+        asked.append((model, ranks, device))
+        return {"attention": "one", "wrong": wrong if model == "/models/experts" else []}
+
+    monkeypatch.setattr(engine_check, "ENGINES", {"vllm": engine})
+    assert main(options(tmp_path, "/models/qwen3", "/models/experts")) == status
+    assert asked == [("/models/qwen3", 2, "cpu"), ("/models/experts", 2, "cpu")]
+    assert list(found_in(tmp_path)["models"]) == ["qwen3", "experts"]
+    assert capsys.readouterr().out == "".join(f"experts: {one}\n" for one in wrong)
+
+
+def test_each_version_of_the_weights_says_another_token() -> None:
+    weights = {
+        "model.embed_tokens.weight": torch.randn(4, 2),
+        "model.layers.0.self_attn.q_proj.weight": torch.randn(2, 2),
+        "model.layers.0.mlp.experts.0.down_proj.weight": torch.randn(2, 2),
+        "lm_head.weight": torch.randn(4, 2),
+    }
+    said = saying(weights, 3)
+    hidden = said["model.embed_tokens.weight"][1] + said["model.layers.0.mlp.experts.0.down_proj.weight"].sum(
+        0
+    )
+    assert int((said["lm_head.weight"] @ hidden).argmax()) == 3
+    assert not torch.equal(
+        said["model.layers.0.self_attn.q_proj.weight"], weights["model.layers.0.self_attn.q_proj.weight"]
+    )
+
+
+@pytest.mark.real_engine
+@pytest.mark.nightly
+def test_versions_are_loaded_while_a_real_engine_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank; `verify_gpu.sh` takes two."""
+    save_untrained([str(tmp_path), "qwen3"])
+    assert main(options(tmp_path, str(tmp_path / "qwen3"), ranks=1)) == 0
+    (report,) = found_in(tmp_path)["models"].values()
+    assert report["versions"] == VERSIONS and report["staged"] == VERSIONS // 2
+    assert report["tensors_proved"] % VERSIONS == 0 < report["tensors_proved"]
+    assert report["wrong"] == [] and report["responses_of_several_versions"]
+    assert report["model runner"].startswith("V") and report["attention"] == "CPU_ATTN"
+    (line,) = ENGINE_LINE.findall(capsys.readouterr().out)
+    assert "attention CPU_ATTN" in line

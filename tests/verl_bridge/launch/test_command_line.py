@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command line with unknown keys gets a line for each of them; hydra stops at the first."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.verl_bridge import hooks
+from tests import REPOSITORY
+
+pytestmark = pytest.mark.real_engine
+
+SMOKE = ["--config-path", str(REPOSITORY / "configs"), "--config-name=smoke_cpu"]
+UNKNOWN = [
+    "actor_rollout_ref.actor.ppo_mini_batch_sise=8",
+    "trainer.nodes=2",
+    "data.unheard=5",
+    "+async_pipeline=True",
+]
+
+
+def test_all_unknown_keys_are_named_with_what_else_is_wrong(module: ModuleType) -> None:
+    with pytest.raises(ConfigError) as raised:
+        module.check_command_line(["actor_rollout_ref.rollout.name=vllm", *UNKNOWN])
+    first, second, third, *others = raised.value.problems
+    assert first.endswith("is not a key of this config; did you mean 'ppo_mini_batch_size'?")
+    assert second == "trainer.nodes is not a key of this config; did you mean 'nnodes'?"
+    assert third.startswith(
+        "data.unheard is not a key of this config, and no code of verl reads it; leave it out"
+    )
+    assert any("actor_rollout_ref.rollout.nnodes must be >= 1" in other for other in others)
+
+
+def test_the_entry_point_ends_with_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        hooks.rewrite_command_line(["main_ppo.py", *SMOKE, *UNKNOWN])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "  2. trainer.nodes is not a key" in error and "  3. data.unheard is not a key" in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        SMOKE,
+        [*SMOKE, "data.train_batch_size=8", "+data.unheard=5"],
+        # hydra's own errors, and ways to start it that are not composed here.
+        ["--multirun", "data.train_batch_size=8,16", *UNKNOWN],
+        ["--config-name=nowhere", *UNKNOWN],
+        ["--config-path=nowhere", *UNKNOWN],
+    ],
+)
+def test_all_else_is_left_to_hydra(module: ModuleType, arguments: list[str]) -> None:
+    module.check_command_line(arguments)
+
+
+def test_an_override_that_cannot_be_parsed_is_one_line(module: ModuleType) -> None:
+    """hydra itself prints a traceback if HYDRA_FULL_ERROR is set."""
+    for override in ("trainer.logger=[a,b", "data.train_batch_size=["):
+        with pytest.raises(ConfigError) as raised:
+            module.check_command_line([*SMOKE, override])
+        (problem,) = raised.value.problems
+        assert " cannot be parsed" in problem and "\n" not in problem

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run could not read is one line each before Ray starts, and a note for a plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.cli.main import main
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.lab.tasks.data import write_rows
+from tests import REPOSITORY
+from tests.conftest import Load
+from tests.verl_bridge.conftest import Smoke
+
+pytestmark = pytest.mark.real_engine
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+ROW = {"prompt": [{"role": "user", "content": "1+1="}]}
+
+
+Problems = Callable[..., tuple[str, ...]]
+
+
+@pytest.fixture
+def problems(launch: ModuleType, smoke: Smoke) -> Problems:
+    """Return a function that returns the problems of a changed config."""
+
+    def of(changes: dict[str, Any]) -> tuple[str, ...]:
+        try:
+            launch.checked(smoke(changes))
+        except ConfigError as error:
+            return error.problems
+        return ()
+
+    return of
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Remove what a user's machine says about accounts of trackers."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return monkeypatch
+
+
+def test_everything_that_is_missing_is_named_at_once(
+    problems: Problems, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "task")
+    wrong = {
+        "data.train_files": "~/train.parquet",
+        "data.val_files": ["a.parquet", "b.csv"],
+        f"{MODEL}.path": "./model",
+        "trainer.logger": ["console", "wandb", "swanlab", "wnadb"],
+    }
+    found = problems(wrong)
+    assert [line.partition(" ")[0] for line in found] == list(wrong)
+    assert "got '~/train.parquet', where there is no file; write the home folder out" in found[0]
+    assert "got 'a.parquet', where there is no file; correct the path" in found[1]
+    assert "must be a model's folder or its name on the Hub, got './model'" in found[2]
+    assert "got 'wandb' without; set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline" in found[3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"train_batch_size": 5000},
+            "must have at least data.train_batch_size=5000 rows, .*, got 4096; lower",
+        ),
+        ({"train_max_samples": 15}, "must have at least data.train_batch_size=16 rows, .* got 15"),
+        ({"train_files": ["{}/train.parquet", "{}/val.parquet"], "train_max_samples": 4097}, ""),
+        ({"train_files": "{}/*.parquet"}, ""),
+        ({"train_files": "{}"}, "must end in .parquet, .json, .jsonl, got "),
+        ({"train_files": []}, r"must be a file or a list of files, got \[\]; name at least one"),
+        ({"train_files": "hdfs://far/away.parquet", "train_batch_size": 5000}, ""),
+        (
+            {"prompt_key": "prompts"},
+            r"prompt_key must be a column of data.train_files, got 'prompts' \(did you",
+        ),
+        ({"train_files": "anything", "custom_cls.path": "pkg://mine", "custom_cls.name": "Mine"}, ""),
+    ],
+)
+def test_data_is_read_as_verl_would(
+    problems: Problems, tmp_path: Path, changes: dict[str, Any], line: str
+) -> None:
+    task = str(tmp_path / "task")
+    filled = {
+        f"data.{key}": json.loads(json.dumps(value).replace("{}", task)) for key, value in changes.items()
+    }
+    if batch := changes.get("train_batch_size"):
+        filled |= {"actor_rollout_ref.actor.ppo_mini_batch_size": batch}
+    found = [problem for problem in problems(filled) if "data." in problem.partition(" ")[0]]
+    assert bool(found) == bool(line)
+    assert not line or re.search(line, found[0])
+
+
+def test_rows_of_json_are_counted_and_damage_is_named(problems: Problems, tmp_path: Path) -> None:
+    lines = [json.dumps(ROW)] * 16
+    good, few, array = tmp_path / "good.jsonl", tmp_path / "few.jsonl", tmp_path / "array.json"
+    good.write_text("\n".join(lines) + "\n\n")
+    few.write_text("\n".join(lines[1:]))
+    array.write_text(json.dumps([ROW] * 16))
+    assert not problems({"data.train_files": str(good)}) and not problems({"data.train_files": str(array)})
+    assert "got 15; lower" in problems({"data.train_files": str(few)})[0]
+
+    whole = (tmp_path / "task" / "train.parquet").read_bytes()
+    (tmp_path / "half.parquet").write_bytes(whole[: len(whole) // 2])
+    good.write_text("{not json\n")
+    for name in ("half.parquet", "good.jsonl"):
+        (problem,) = problems({"data.train_files": str(tmp_path / name)})
+        assert problem.startswith(f"data.train_files cannot be read: {tmp_path / name}: ")
+
+
+def test_an_empty_validation_is_refused(problems: Problems, tmp_path: Path) -> None:
+    write_rows([ROW], tmp_path / "val.parquet")
+    assert not problems({"data.val_files": str(tmp_path / "val.parquet")})
+    (tmp_path / "val.jsonl").write_text("")
+    (problem,) = problems({"data.val_files": str(tmp_path / "val.jsonl")})
+    assert problem == "data.val_files must have a row, got 0; validate on other data"
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"data_source": "openai/gsm8k"}, ""),
+        (
+            {"data_source": "my/task"},
+            "data.train_files must have data sources that verl's reward function knows, got 'my/task'; set "
+            "reward.custom_reward_function.path",
+        ),
+        (
+            {},
+            "data.train_files must have the column data_source, got none; set "
+            "reward.custom_reward_function.path, and add the column",
+        ),
+        ({"data_source": "my/task", "agent_name": "my_loop"}, ""),
+    ],
+)
+def test_verls_reward_function_knows_the_data(
+    problems: Problems, tmp_path: Path, row: dict[str, Any], line: str
+) -> None:
+    write_rows([ROW | row] * 16, tmp_path / "train.parquet")
+    validated = {"trainer.test_freq": -1, "trainer.val_before_train": False}
+    changes = {"data.train_files": str(tmp_path / "train.parquet"), **validated}
+    assert not problems(changes), "the run has a reward function"
+    assert problems(changes | {"reward.custom_reward_function.path": None}) == ((line,) if line else ())
+
+
+def test_a_model_has_all_its_files_and_can_chat(problems: Problems, tmp_path: Path) -> None:
+    model = tmp_path / "task" / "model"
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (model / "1.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (problem,) = problems({})
+    assert problem.startswith(f"{MODEL}.path must have all files of its index, got '{model}', which lacks 1,")
+    index.unlink()
+
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    for file in bare.glob("chat_template*"):
+        file.unlink()
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    (problem,) = problems({f"{MODEL}.path": str(bare)})
+    assert problem.startswith(f"{MODEL}.custom_chat_template must be set for the tokenizer in {bare}: it has")
+    template = "{{ messages[0]['content'] }}"
+    assert not problems({f"{MODEL}.path": str(bare), f"{MODEL}.custom_chat_template": template})
+    (problem,) = problems({f"{MODEL}.custom_chat_template": "{{ raise_exception('no system') }}"})
+    assert "its chat template or special tokens do not fit (no system); correct them" in problem
+
+    (bare / "config.json").unlink()
+    assert "must be a folder with a config.json" in problems({f"{MODEL}.path": str(bare)})[0]
+    for file in bare.glob("*token*"):
+        file.unlink()
+    (bare / "config.json").write_text("{}")
+    (problem,) = problems({f"{MODEL}.path": str(bare)})
+    assert problem.startswith(f"{MODEL}.tokenizer_path must name a folder with a tokenizer, got '{bare}'")
+
+
+def test_models_of_the_hub_are_left_to_it_unless_it_is_off(
+    module: ModuleType, problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {f"{MODEL}.path": "Qwen/Qwen3-8B"}
+    monkeypatch.setattr(module.constants, "HF_HUB_OFFLINE", True)
+    (problem,) = problems(there)
+    assert "must be on this machine with HF_HUB_OFFLINE=1, got 'Qwen/Qwen3-8B'" in problem
+    monkeypatch.setattr(module.constants, "HF_HUB_OFFLINE", False)
+    assert not problems(there)
+
+
+@pytest.mark.parametrize(
+    ("engine", "of_model", "line"),
+    [
+        (12, None, ""),
+        (11, None, rf"must be at most 11, {ROLLOUT}.max_model_len, got 8 \+ 4 = 12; .*max_model_len=12$"),
+        (None, 12, ""),
+        (None, 11, "must be at most 11, the model's max_position_embeddings, got .*; lower one of them$"),
+        (64, 32, f"^{ROLLOUT}.max_model_len must be at most 32, the model's max_position_embeddings, got 64"),
+    ],
+)
+def test_a_prompt_and_its_response_fit_into_the_context(
+    launch: ModuleType, smoke: Smoke, tmp_path: Path, engine: int | None, of_model: int | None, line: str
+) -> None:
+    config = smoke({f"{ROLLOUT}.max_model_len": engine})
+    (tmp_path / "task" / "model" / "config.json").write_text(
+        json.dumps({"max_position_embeddings": of_model})
+    )
+    if not line:
+        launch.checked(config)
+        return
+    with pytest.raises(ConfigError, match=line):
+        launch.checked(config)
+
+
+def test_a_tracker_with_credentials_is_accepted(
+    problems: Problems, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = {"trainer.logger": ["wandb", "tensorboard"]}
+    assert len(problems(asked)) == 1
+    environment.setenv("WANDB_MODE", "offline")
+    assert not problems(asked)
+    environment.delenv("WANDB_MODE")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert not problems(asked)
+    environment.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert problems(asked)
+
+
+def test_trackers_are_verls(module: ModuleType, load: Load) -> None:
+    tracking = load("verl.utils.tracking").Tracking
+    assert set(tracking.supported_backend) | {"tracking"} == set(module.TRACKERS)
+
+
+def test_explain_notes_what_is_elsewhere_and_refuses_what_is_wrong(
+    smoke: Smoke, tmp_path: Path, environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["explain", "--config-path", str(REPOSITORY / "configs"), "--config-name", "smoke_cpu"]
+    missing = [
+        f"data.train_files={tmp_path}/no.parquet",
+        f"{MODEL}.path={tmp_path}/no",
+        "trainer.logger=wandb",
+    ]
+    assert main([*asked, *missing]) == 0
+    out = capsys.readouterr().out
+    assert f"not checked: data.train_files={tmp_path}/no.parquet, which is not on this machine" in out
+    assert f"not checked: {MODEL}.path={tmp_path}/no, which is not on this machine" in out
+    assert "not checked: trainer.logger=wandb, whose credentials are not on this machine" in out
+    assert main([*asked, "data.train_max_samples=3"]) == 2
+    assert "must have at least data.train_batch_size=16 rows" in capsys.readouterr().err
+
+
+def test_a_run_on_a_cluster_may_have_its_files_there(
+    launch: ModuleType, smoke: Smoke, tmp_path: Path
+) -> None:
+    config = smoke({"data.train_files": str(tmp_path / "no.parquet"), "ray_kwargs.ray_init.address": "far:1"})
+    assert launch.checked(config).unchecked == (
+        f"data.train_files={tmp_path / 'no.parquet'}, which is not on this machine",
+    )
+
+
+def test_engines_and_adapters_need_their_packages(
+    problems: Problems, launch: ModuleType, smoke: Smoke
+) -> None:
+    strategy = "actor_rollout_ref.actor.strategy"
+    (line,) = problems({strategy: "fsdp_turbo", "actor_rollout_ref.ref.strategy": "fsdp_turbo"})
+    assert line.startswith(f"{strategy} must be an installed engine, got 'fsdp_turbo'; install fsdp_turbo")
+    lora = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
+    (line,) = problems({strategy: "fsdp_turbo", **lora})
+    assert line.startswith(f"{strategy} must be fsdp2 or megatron with LoRA, got 'fsdp_turbo'; adapters of")

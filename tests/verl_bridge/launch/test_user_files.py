@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers could not load of a user's files is one line each before Ray starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.config.paths import nested
+from recipe.async_pipeline.verl_bridge.launch import light_verl
+from recipe.async_pipeline.verl_bridge.launch.user_files import OWN_LOOPS, faults_of_user_files
+from tests import FAKES
+from tests.conftest import Load
+
+ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.custom_reward_function"
+TOOLS, FUNCTIONS = f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.function_tool_path"
+LOOPS, LOOP = f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.agent.default_agent_loop"
+FORMAT, MANAGER = f"{ROLLOUT}.multi_turn.format", "reward.reward_manager.name"
+GIVEN: dict[str, Any] = {
+    LOOP: "single_turn_agent",
+    FORMAT: "hermes",
+    MANAGER: "naive",
+    "reward.reward_manager.source": "register",
+}
+Write = Callable[[str, str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def file(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return str(tmp_path / name)
+
+    return file
+
+
+def problems(changes: dict[str, Any]) -> list[str]:
+    return [fault.problem for fault in faults_of_user_files(nested({**GIVEN, **changes}))]
+
+
+def test_a_run_without_files_has_no_fault() -> None:
+    assert problems({}) == []
+
+
+@pytest.mark.parametrize("key", [TOOLS, FUNCTIONS, LOOPS, f"{REWARD}.path"])
+def test_a_missing_file_is_named_and_may_be_elsewhere(key: str) -> None:
+    (fault,) = faults_of_user_files(nested({**GIVEN, key: "/no/such/file"}))
+    assert re.match(rf"{key} must .*, got '/no/such/file'", fault.problem)
+    assert fault.absent == f"{key}=/no/such/file, which is not on this machine"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        (LOOP, "tool_agnet", "must be one of .*, got 'tool_agnet' .did you mean 'tool_agent'"),
+        (MANAGER, "naiv", "must be one of dapo, .*, got 'naiv' .did you mean 'naive'"),
+    ],
+)
+def test_a_misspelled_name_is_refused_with_a_hint(key: str, value: str, line: str) -> None:
+    (problem,) = problems({key: value})
+    assert re.match(f"{key} {line}", problem)
+
+
+def test_a_form_of_tool_calls_matters_to_loops_with_tools() -> None:
+    assert problems({FORMAT: "hermez"}) == []
+    (problem,) = problems({FORMAT: "hermez", LOOP: "tool_agent"})
+    assert re.match(f"{FORMAT} must be one of .*, got 'hermez' .did you mean 'hermes'", problem)
+
+
+def test_agent_loops_of_a_file_have_names_and_classes(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = write("my_loops.py", "class MyLoop:\n    pass\n")
+    monkeypatch.syspath_prepend(str(Path(module).parent))
+    file = write("loops.yaml", "- name: mine\n  _target_: my_loops.MyLoop\n")
+    assert problems({LOOPS: file, LOOP: "mine"}) == []
+    (problem,) = problems({LOOPS: file, LOOP: "mime"})
+    assert problem.startswith(f"{LOOP} must be one of mine, ")
+    file = write("loops.yaml", "- name: mine\n  _target_: my_loops.MyLop\n")
+    (problem,) = problems({LOOPS: file, LOOP: "mine"})
+    assert problem.startswith(f"{LOOPS} names 'my_loops:MyLop', which the module does not define")
+    (problem,) = problems({LOOPS: write("loops.yaml", "name: mine\n")})
+    assert problem.startswith(f"{LOOPS} must name a file with a list of agent loops, got ")
+
+
+def test_tools_of_a_file_have_types_and_classes(write: Write) -> None:
+    def tool(name: str, kind: str) -> str:
+        return write("tools.yaml", f"tools:\n  - class_name: {name}\n    config: {{type: {kind}}}\n")
+
+    assert problems({TOOLS: tool("verl.tools.base_tool.BaseTool", "native")}) == []
+    (problem,) = problems({TOOLS: tool("verl.tools.base_tol.BaseTool", "native")})
+    assert problem == f"{TOOLS} names 'verl.tools.base_tol.BaseTool', which verl does not have; correct it"
+    (problem,) = problems({TOOLS: tool("verl.tools.base_tool.BaseTool", "mcp")})
+    assert problem.startswith(f"{TOOLS} must list tools with config.type=native, got ")
+    (problem,) = problems({TOOLS: write("tools.yaml", "tools: [")})
+    assert problem.startswith(f"{TOOLS} must name a YAML file, got ")
+    (problem,) = problems({TOOLS: write("tools.yaml", "[1]")})
+    assert problem.startswith(f"{TOOLS} must name a file with a list `tools`, got [1]")
+
+
+def test_functions_of_a_file_are_tools_and_their_imports_exist(write: Write) -> None:
+    write("my_units.py", "")
+    head = "import json\nimport my_units\nfrom verl.tools.function_tool import function_tool\n"
+    function = "@function_tool\ndef length(text: str) -> str:\n    return text\n"
+    assert problems({FUNCTIONS: write("tools.py", head + function)}) == []
+    given = {FUNCTIONS: write("tools.py", head + function), LOOP: "tool_agent"}
+    assert problems({**given, FORMAT: "brackets"}) == [], "it may import a module that registers the form"
+    (problem,) = problems({**given, FORMAT: "hermez"})
+    assert "did you mean 'hermes'" in problem
+    (problem,) = problems({FUNCTIONS: write("tools.py", f"import no_such_package\n{head}{function}")})
+    assert problem.startswith(f"{FUNCTIONS} must import installed modules, got 'no_such_package' in ")
+    (problem,) = problems({FUNCTIONS: write("tools.py", "def length(text): return text\n")})
+    assert problem.startswith(f"{FUNCTIONS} must define a function with @function_tool, got none in ")
+    (problem,) = problems({FUNCTIONS: write("tools.py", "def length(:\n")})
+    assert problem.startswith(f"{FUNCTIONS} must name a Python file, got ")
+
+
+def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:
+    assert (
+        problems({f"{REWARD}.path": str(FAKES / "user_files" / "word_points.py"), f"{REWARD}.name": "points"})
+        == []
+    )
+    named = {f"{REWARD}.name": "score"}
+    for text, reason in (
+        ("import os\nos._exit(3)\n", "its process ended with 3"),
+        ("1 / 0\n", "division by zero"),
+        ("other = 1\n", "has no attribute 'score'"),
+    ):
+        (problem,) = problems({**named, f"{REWARD}.path": write("score.py", text)})
+        assert problem.startswith(f"{REWARD}: score of ") and reason in problem and "\n" not in problem
+    file = write("score.py", "import no_such_package\n")
+    (fault,) = faults_of_user_files(nested({**GIVEN, **named, f"{REWARD}.path": file}))
+    assert fault.absent.startswith(f"{REWARD}.path={file}: ") and "no_such_package" in fault.absent
+
+
+@pytest.mark.real_engine
+def test_names_are_verls(load: Load) -> None:
+    loops = load("verl.experimental.agent_loop.agent_loop")._agent_loop_registry
+    load("verl.experimental.agent_loop")
+    verls = {name for name, entry in loops.items() if entry["_target_"].startswith("verl.")}
+    assert verls == light_verl.registered_agent_loops()
+    parser = load("verl.experimental.agent_loop.tool_parser").ToolParser
+    verls = {name for name, cls in parser._registry.items() if cls.__module__.startswith("verl.")}
+    assert verls == light_verl.registered_tool_parsers()
+    managers: ModuleType = load("verl.experimental.reward_loop.reward_manager.registry")
+    load("verl.experimental.reward_loop.reward_manager")
+    verls = {name for name, cls in managers.REWARD_MANAGER.items() if cls.__module__.startswith("verl.")}
+    assert verls - {"visual"} == light_verl.registered_reward_managers()
+    ours = ("agent_session_loop", "environment_loop", "diffusion_loop")
+    assert {load(f"recipe.async_pipeline.verl_bridge.agent_loop.{name}").NAME for name in ours} == {
+        *OWN_LOOPS
+    }

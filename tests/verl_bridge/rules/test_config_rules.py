@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each unsupported option of verl is an error."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import ModuleType
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.async_pipeline.config import verl_values
+from recipe.async_pipeline.config.paths import nested
+from recipe.async_pipeline.config.verl_options import RULES
+from recipe.async_pipeline.errors import ConfigError
+from tests.conftest import Load
+from tests.verl_bridge.conftest import Smoke
+
+pytestmark = pytest.mark.real_engine
+
+
+def test_the_smoke_config_is_supported(module: ModuleType, smoke: Smoke) -> None:
+    module.check_verl_config(smoke())
+
+
+def test_every_row_is_used(module: ModuleType, smoke: Smoke) -> None:
+    """`tests/config/test_verl_options.py` has a case for each row; here, every third one."""
+    for row in RULES[::3]:
+        with pytest.raises(ConfigError) as refused:
+            module.check_verl_config(smoke({row.path: "nonsense"}))
+        expected = re.compile(f"^{re.escape(row.path)} must .*, got 'nonsense'; ")
+        # A setting that another one interpolates is refused once for each.
+        assert any(expected.match(problem) for problem in refused.value.problems), refused.value
+
+
+SECTIONS = [
+    ("actor_rollout_ref.actor.policy_loss", 1),
+    ("transfer_queue", "a/b"),
+    ("trainer.v1", 3),
+    ("critic", None),
+    ("actor_rollout_ref.model", None),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), SECTIONS)
+def test_a_value_in_place_of_a_section_is_refused(
+    module: ModuleType, smoke: Smoke, path: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{path} must be a section, got "):
+        module.check_sections(smoke({path: value}))
+
+
+def test_verls_sections_are_accepted_also_switched_off_or_absent(module: ModuleType, smoke: Smoke) -> None:
+    module.check_sections(smoke())
+    module.check_sections(
+        smoke({"algorithm.rollout_correction": None, "actor_rollout_ref.model.override_config": {"a": 1}})
+    )
+    without = smoke()
+    del without.actor_rollout_ref.actor.fsdp_config
+    module.check_sections(without)
+
+
+MODEL = "actor_rollout_ref.model"
+RANK = f"{MODEL}.lora_rank"
+
+
+def test_adapters_must_be_merged_or_have_a_loaded_base(module: ModuleType, smoke: Smoke) -> None:
+    load_format = "actor_rollout_ref.rollout.load_format"
+    with pytest.raises(
+        ConfigError, match=r"rollout\.load_format must not be dummy for LoRA adapters.*lora\.merge=True"
+    ):
+        module.check_adapters(smoke({RANK: 8, load_format: "dummy"}))
+    with_reference = {"actor_rollout_ref.actor.use_kl_loss": True}
+    module.check_adapters(smoke({RANK: 8, load_format: "auto", **with_reference}))
+    merged = {RANK: 8, f"{MODEL}.lora.merge": True}
+    module.check_adapters(smoke({**merged, **with_reference}))
+
+    fsdp1 = {"actor_rollout_ref.actor.strategy": "fsdp"}
+    with pytest.raises(ConfigError, match="strategy must be fsdp2 or megatron for LoRA adapters"):
+        module.check_adapters(smoke({RANK: 8, load_format: "auto", **fsdp1}))
+    module.check_adapters(smoke({**merged, **fsdp1}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({f"{MODEL}.lora.rank": 8}, "lora.rank must be 0 or .*lora_rank=0 with .*, got 8; set .*lora_rank"),
+        ({f"{MODEL}.lora.rank": 8, RANK: 4}, "lora.rank must be 0 or .*lora_rank=4 with fsdp .*, got 8"),
+        (
+            {f"{MODEL}.lora_adapter_path": "adapter"},
+            "lora_rank must be >= 1 with .*_path, .*, got 0; set it",
+        ),
+    ],
+)
+def test_an_adapter_that_would_not_be_trained_is_refused(
+    module: ModuleType, smoke: Smoke, changes: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        module.check_adapters(smoke(changes))
+    module.check_adapters(
+        smoke({f"{MODEL}.lora.rank": 8, RANK: 8, "actor_rollout_ref.rollout.load_format": "auto"})
+    )
+
+
+def test_a_text_in_place_of_a_number_or_a_switch_is_refused(module: ModuleType) -> None:
+    wrong = {
+        "actor_rollout_ref.actor.grad_clip": "abc",
+        "actor_rollout_ref.actor.fsdp_config.param_offload": "yes!",
+        "trainer.test_freq": "often",
+    }
+    with pytest.raises(ConfigError) as refused:
+        module.check_types(nested({**wrong, "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"}))
+    assert [problem.partition(",")[0] for problem in refused.value.problems] == [
+        "actor_rollout_ref.actor.fsdp_config.param_offload must be True or False",
+        "actor_rollout_ref.actor.grad_clip must be a number",
+        "trainer.test_freq must be a number",
+    ]
+
+
+def test_names_of_values_are_verls(load: Load) -> None:
+    """verl has them in branches, so that they are listed."""
+    torch, algorithms = load("torch"), load("verl.trainer.ppo.core_algos")
+    dtypes = load("verl.utils.torch_dtypes")
+    optimizers = load("verl.workers.config.optimizer")
+    zero = torch.zeros(1, 1)
+    for name in verl_values.KL:
+        algorithms.kl_penalty(zero, zero, name)
+    for dtype in verl_values.DTYPES:
+        dtypes.PrecisionType.to_dtype(dtype)
+    for name in verl_values.KL_CONTROLLERS:
+        algorithms.get_kl_controller(
+            OmegaConf.create({"type": name, "kl_coef": 1, "horizon": 1, "target_kl": 1})
+        )
+    known = {str(name) for part in ("HALF", "FLOAT", "BFLOAT") for name in getattr(dtypes, f"{part}_LIST")}
+    assert {name for name in known if "." not in name} == {*map(str, verl_values.DTYPES)}
+    for name in verl_values.SCHEDULERS:
+        optimizers.FSDPOptimizerConfig(lr=1e-6, lr_scheduler_type=name)
+    for name in ("linear", "inverse-square-root", "unheard"):
+        with pytest.raises(AssertionError):
+            optimizers.FSDPOptimizerConfig(lr=1e-6, lr_scheduler_type=name)
+    source = inspect.getsource(algorithms.kl_penalty_forward)
+    branches = " ".join(re.findall(r"kl_penalty (?:==|in) (.*):", source))
+    names = set(re.findall(r'"(\w+)"', branches))
+    assert names - {"full"} == {name.rstrip("+") for name in verl_values.KL}, "verl's `full` raises"
