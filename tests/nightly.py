@@ -26,8 +26,6 @@ PARTS = 10
 UNKNOWN_S = 120.0
 """Assumed for a test that has no row."""
 ESTIMATED = "estimated"
-NOT_NOTED = "-"
-"""The digest of a file in a row that is older than that column."""
 
 
 class Run(NamedTuple):
@@ -41,8 +39,8 @@ class Run(NamedTuple):
     """UTC time to the minute, which is the same for all tests of a session; empty if only estimated."""
     outcome: str
     """`passed`, `skipped` or `estimated`."""
-    file: str = NOT_NOTED
-    """Digest of the test's file at that time."""
+    file: str = ""
+    """Digest of the test's file at that time; empty in rows that are older than this column."""
 
 
 Table = Mapping[str, Run]
@@ -61,7 +59,7 @@ def read_table(path: Path) -> dict[str, Run]:
 def write_table(table: Table, path: Path) -> None:
     rows = [(test, f"{max(1.0, run.seconds):.0f}", *run[1:]) for test, run in sorted(table.items())]
     written = path.with_suffix(".new")
-    written.write_text("".join("\t".join(row) + "\n" for row in [COLUMNS, *rows]), encoding="utf-8")
+    written.write_text("".join("\t".join(row).rstrip() + "\n" for row in [COLUMNS, *rows]), encoding="utf-8")
     os.replace(written, path)
 
 
@@ -81,7 +79,7 @@ def part_of(groups: Sequence[Sequence[str]], table: Table, files: Mapping[str, s
 
     def waited(group: Sequence[str]) -> tuple[bool, str]:
         now = files[group[0].partition("::")[0]]
-        same = all(test in table and table[test].file in (now, NOT_NOTED) for test in group)
+        same = all(test in table and table[test].file in (now, "") for test in group)
         return same, min(runs[test].at for test in group)
 
     part: list[str] = []
@@ -104,14 +102,16 @@ def updated(table: Table, runs: Table, tier: Sequence[str] | None) -> dict[str, 
 
 
 def group_of(item: pytest.Item) -> tuple[str, str]:
-    """Return what tests have in common that share a fixture with a parameter: the file, and the parameter."""
+    """Return what tests have in common that share fixtures of their module: the file, and the parameters."""
+    file = item.nodeid.partition("::")[0]
     definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  pytest has no public name for it
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
     shared = {
-        name: value
-        for name, value in getattr(getattr(item, "callspec", None), "params", {}).items()
-        if name in definitions and definitions[name][-1].scope != "function"
+        name: parameters.get(name)
+        for name, (*_, definition) in sorted(definitions.items())
+        if definition.scope == "module" and definition.baseid == file
     }
-    return item.nodeid.partition("::")[0], repr(shared) if shared else item.nodeid
+    return file, repr(shared) if shared else item.nodeid
 
 
 def lines_of(table: Table, now: Mapping[str, str]) -> list[str]:

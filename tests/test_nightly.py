@@ -135,12 +135,15 @@ def toy_tier(tmp_path: Path) -> Callable[..., str]:
         "@pytest.mark.parametrize('name', ['nightly'])\ndef test_default(name): pass\n"
         "@nightly\ndef test_passes(): pass\n"
         "@nightly\n@pytest.mark.parametrize('way', '12')\ndef test_shares(engine, way): pass\n"
+        "@pytest.fixture(scope='module')\ndef nodes(): return 2\n"
+        "@nightly\n@pytest.mark.parametrize('way', '12')\ndef test_shares_nodes(nodes, way): pass\n"
         "@nightly\ndef test_fails(): assert False\n"
         "@nightly\ndef test_skips(): pytest.skip('no device')\n"
         "@nightly\ndef test_recent(): assert False\n"
         "@nightly\ndef test_stops(): raise KeyboardInterrupt\n"
     )
-    late = dict.fromkeys(("recent", "gone", "shares[a-1]", "shares[b-1]", "shares[b-2]"), landed(1))
+    names = ("recent", "gone", "shares[a-1]", "shares[b-1]", "shares[b-2]", "shares_nodes[1]")
+    late = dict.fromkeys(names, landed(1))
     waited = {
         f"tests/test_it.py::test_{name}": Run(10 if "[" in name else 4900, at, "passed")
         for name, at in late.items()
@@ -168,7 +171,9 @@ def test_a_part_is_noted_and_the_rest_is_shown(toy_tier: Callable[..., str], tmp
         "passes": ("passed", False),
         "skips": ("skipped", False),
         "recent": ("passed", True),
-        # One of the two had no run, and they share an engine.
+        # One of the two had no run, and they share a fixture.
+        "shares_nodes[1]": ("passed", False),
+        "shares_nodes[2]": ("passed", False),
         "shares[a-1]": ("passed", False),
         "shares[a-2]": ("passed", False),
         "shares[b-1]": ("passed", True),
