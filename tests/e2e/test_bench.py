@@ -126,7 +126,6 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     assert 0 < found["held_s"] <= found["whole_s"]
 
 
-@pytest.mark.nightly
 def test_the_control_plane(tmp_path: Path) -> None:
     """Every prompt that was drawn was trained or filtered, and the sample store is empty."""
     out = tmp_path / "c.json"

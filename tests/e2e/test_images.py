@@ -108,7 +108,6 @@ def test_the_reward_grows_at_a_lag_of_three(image_task: Path, tmp_path: Path) ->
     assert summary["reward_last"] - summary["reward_first"] >= GAIN
 
 
-@pytest.mark.nightly
 def test_on_policy_is_the_synchronous_loop(image_task: Path, tmp_path: Path) -> None:
     """Eight steps through Ray, the sample store and the arenas, against one process without any of them: the
     same scores, gradient norms and weights, bit for bit. Sampler and trainer agree bit for bit, too, so every
