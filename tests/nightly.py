@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nightly tier in parts: which tests have waited longest, and what the last run of each one was.
 
-A plugin of pytest. `--nightly-part` runs a part of about a tenth of the tier and updates the table
-`nightly.tsv`, which is committed; no other run writes it. A merge may keep two rows for a test, of which the
-newer one counts; `python -m tests.nightly` removes the other, and the rows of tests that are gone.
+A plugin of pytest. `--nightly-part` runs a part of about a tenth of the tier, or the tests that the command
+line names, and updates the table `nightly.tsv`, which is committed; no other run writes it. The digest of a
+test's file shows whether the test has run as it is. A merge may keep two rows for a test, of which the newer
+one counts; `python -m tests.nightly` removes the other, and the rows of tests that are gone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import subprocess
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 TABLE = Path("tests", "nightly.tsv")
-COLUMNS = ("test", "seconds", "run", "outcome")
+COLUMNS = ("test", "seconds", "run", "outcome", "file")
 PARTS = 10
 """A part has at least this share of the tier's seconds."""
 UNKNOWN_S = 120.0
@@ -31,13 +32,15 @@ class Run(NamedTuple):
     """The last run of a test that did not fail."""
 
     seconds: float
-    """The fewest of all its passes, because machines are busy at times; shared fixtures count for the first
-    test.
+    """The fewest of all passes with this file, because machines are busy at times; shared fixtures count for
+    the first test.
     """
     at: str
     """UTC time to the minute, which is the same for all tests of a session; empty if only estimated."""
     outcome: str
     """`passed`, `skipped` or `estimated`."""
+    file: str = ""
+    """Digest of the test's file at that time; empty in rows that are older than this column."""
 
 
 Table = Mapping[str, Run]
@@ -47,31 +50,37 @@ def read_table(path: Path) -> dict[str, Run]:
     """Return the rows by test id, of two the newer one; none if there is no file."""
     if not path.exists():
         return {}
-    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
-    rows.sort(key=lambda row: row[COLUMNS.index("run")])
-    return {test: Run(float(seconds), at, outcome) for test, seconds, at, outcome in rows}
+    lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+    # A merge may also keep two heads.
+    rows = sorted((row for row in lines if row[0] != COLUMNS[0]), key=lambda row: row[COLUMNS.index("run")])
+    return {test: Run(float(seconds), *rest) for test, seconds, *rest in rows}
 
 
 def write_table(table: Table, path: Path) -> None:
-    rows = [
-        (test, f"{max(1.0, run.seconds):.0f}", run.at, run.outcome) for test, run in sorted(table.items())
-    ]
+    rows = [(test, f"{max(1.0, run.seconds):.0f}", *run[1:]) for test, run in sorted(table.items())]
     written = path.with_suffix(".new")
-    written.write_text("".join("\t".join(row) + "\n" for row in [COLUMNS, *rows]), encoding="utf-8")
+    written.write_text("".join("\t".join(row).rstrip() + "\n" for row in [COLUMNS, *rows]), encoding="utf-8")
     os.replace(written, path)
 
 
-def part_of(groups: Sequence[Sequence[str]], table: Table, changed: Collection[str] = ()) -> list[str]:
-    """Return the tests to run: the ones of `changed` files, then the ones that have waited longest.
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
 
-    `groups`: the tests of the tier; the tests of a group share a fixture and stay together. Tests without a
-    run have waited longest. The part is as long as the mean, and at most one group longer.
+
+def part_of(groups: Sequence[Sequence[str]], table: Table, files: Mapping[str, str]) -> list[str]:
+    """Return the tests to run: the ones of changed files, then the ones that have waited longest.
+
+    `groups`: the tests of the tier; the tests of a group share a fixture and stay together. `files`: the
+    present digest of each file. Tests without a run have waited longest. The part is as long as the mean, and
+    at most one group longer.
     """
     runs = {test: table.get(test, Run(UNKNOWN_S, "", ESTIMATED)) for group in groups for test in group}
     size = sum(run.seconds for run in runs.values()) / PARTS
 
     def waited(group: Sequence[str]) -> tuple[bool, str]:
-        return group[0].partition("::")[0] not in changed, min(runs[test].at for test in group)
+        now = files[group[0].partition("::")[0]]
+        same = all(test in table and table[test].file in (now, "") for test in group)
+        return same, min(runs[test].at for test in group)
 
     part: list[str] = []
     for group in sorted(groups, key=waited):
@@ -86,37 +95,23 @@ def updated(table: Table, runs: Table, tier: Sequence[str] | None) -> dict[str, 
     merged = dict(table)
     for test, run in runs.items():
         before = table.get(test)
-        if before is not None and before.outcome == run.outcome:
+        if before is not None and (before.outcome, before.file) == (run.outcome, run.file):
             run = run._replace(seconds=min(before.seconds, run.seconds))
         merged[test] = run
     return merged if tier is None else {test: merged[test] for test in tier if test in merged}
 
 
-def changed_since(path: Path, repository: Path) -> set[str]:
-    """Return the files that differ from the last commit of a file; none in a checkout without its history."""
-
-    def git(*arguments: str) -> list[str]:
-        command = ["git", *arguments]
-        return subprocess.run(
-            command, cwd=repository, check=True, capture_output=True, text=True
-        ).stdout.splitlines()
-
-    if not (repository / ".git").exists() or git("rev-parse", "--is-shallow-repository") == ["true"]:
-        return set()
-    commits = git("log", "-1", "--format=%H", "--", str(path))
-    new = git("ls-files", "--others", "--exclude-standard")
-    return {*new, *(git("diff", "--name-only", *commits) if commits else [])}
-
-
 def group_of(item: pytest.Item) -> tuple[str, str]:
-    """Return what tests have in common that share a fixture with a parameter: the file, and the parameter."""
+    """Return what tests have in common that share fixtures of their module: the file, and the parameters."""
+    file = item.nodeid.partition("::")[0]
     definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  pytest has no public name for it
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
     shared = {
-        name: value
-        for name, value in getattr(getattr(item, "callspec", None), "params", {}).items()
-        if name in definitions and definitions[name][-1].scope != "function"
+        name: parameters.get(name)
+        for name, (*_, definition) in sorted(definitions.items())
+        if definition.scope == "module" and definition.baseid == file
     }
-    return item.nodeid.partition("::")[0], repr(shared) if shared else item.nodeid
+    return file, repr(shared) if shared else item.nodeid
 
 
 def lines_of(table: Table, now: Mapping[str, str]) -> list[str]:
@@ -135,7 +130,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--nightly-part",
         action="store_true",
-        help="a tenth of the nightly tier: tests of changed files, then the ones that have waited longest",
+        help="the named nightly tests, or a tenth: of changed files, then the ones that have waited longest",
     )
 
 
@@ -150,6 +145,7 @@ class _Session:
     def __init__(self, config: pytest.Config) -> None:
         self._root, self._path = config.rootpath, config.rootpath / TABLE
         self._tier: list[str] | None = None
+        self._files: dict[str, str] = {}
         self._at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
         self._noted: set[str] = set()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -158,11 +154,15 @@ class _Session:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         nightly = [item for item in items if item.get_closest_marker("nightly")]
-        groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-        for item in nightly:
-            groups[group_of(item)].append(item.nodeid)
-        self._tier = [item.nodeid for item in nightly]
-        part = {*part_of([*groups.values()], read_table(self._path), changed_since(TABLE, self._root))}
+        files = {item.nodeid.partition("::")[0] for item in nightly}
+        self._files = {file: digest(self._root / file) for file in files}
+        part = {item.nodeid for item in nightly}
+        if config.args_source is not pytest.Config.ArgsSource.ARGS and not config.getoption("keyword"):
+            groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+            for item in nightly:
+                groups[group_of(item)].append(item.nodeid)
+            self._tier = [item.nodeid for item in nightly]
+            part = {*part_of([*groups.values()], read_table(self._path), self._files)}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in part])
         items[:] = [item for item in items if item.nodeid in part]
 
@@ -180,7 +180,7 @@ class _Session:
         if not self._outcomes:
             return
         runs = {
-            test: Run(self._seconds[test], self._at, outcome)
+            test: Run(self._seconds[test], self._at, outcome, self._files[test.partition("::")[0]])
             for test, outcome in self._outcomes.items()
             if outcome != "failed"
         }

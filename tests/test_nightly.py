@@ -14,7 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import REPOSITORY
-from tests.nightly import PARTS, TABLE, Run, changed_since, exists, part_of, read_table, updated, write_table
+from tests.nightly import (
+    COLUMNS,
+    PARTS,
+    TABLE,
+    Run,
+    Table,
+    digest,
+    exists,
+    part_of,
+    read_table,
+    updated,
+    write_table,
+)
 
 TIERS = st.lists(st.integers(1, 2000), min_size=1, max_size=40).map(
     lambda seconds: {f"t{i}": Run(float(s), "2026-01-01T00:00Z", "passed") for i, s in enumerate(seconds)}
@@ -25,16 +37,18 @@ def landed(number: int) -> str:
     return f"2026-02-01T{number:02}:00Z"
 
 
-def alone(tests: Iterable[str]) -> list[list[str]]:
-    """Return groups of one test each."""
-    return [[test] for test in tests]
+def part_alone(tier: Iterable[str], table: Table, *changed: str) -> list[str]:
+    """Return the part of a tier whose tests share nothing; `changed` files differ from the noted ones."""
+    tests = [[test] for test in tier]
+    files = {test.partition("::")[0]: "noted" for [test] in tests} | dict.fromkeys(changed, "another")
+    return part_of(tests, table, files)
 
 
 @given(TIERS)
 def test_as_many_sessions_as_parts_run_every_test_if_each_commits_the_table(tier: dict[str, Run]) -> None:
     table, run = tier, set[str]()
     for number in range(PARTS):
-        part = part_of(alone(tier), table)
+        part = part_alone(tier, table)
         table = updated(table, {t: tier[t]._replace(at=landed(number)) for t in part}, [*tier])
         run.update(part)
     assert run == tier.keys()
@@ -43,34 +57,40 @@ def test_as_many_sessions_as_parts_run_every_test_if_each_commits_the_table(tier
 @given(TIERS)
 def test_a_part_is_a_tenth_and_at_most_one_test_more(tier: dict[str, Run]) -> None:
     tenth = sum(run.seconds for run in tier.values()) / PARTS
-    part = part_of(alone(tier), tier)
+    part = part_alone(tier, tier)
     assert sum(tier[test].seconds for test in part[:-1]) < tenth <= sum(tier[t].seconds for t in part)
 
 
 def test_changed_files_are_first_then_tests_without_a_run_then_the_longest_waiting() -> None:
     table = {
-        "a.py::late": Run(10, landed(2), "passed"),
+        "a.py::late": Run(10, landed(2), "passed", "noted"),
         "b.py::early": Run(1000, landed(1), "passed"),
         "c.py::guessed": Run(10, "", "estimated"),
-        "d.py::changed": Run(10, landed(3), "passed"),
+        "d.py::changed": Run(10, landed(3), "passed", "noted"),
     }
-    assert part_of(alone(table), table, {"d.py"})[:3] == ["d.py::changed", "c.py::guessed", "b.py::early"]
-    assert part_of(alone(table), table)[0] == "c.py::guessed"
-    assert (
-        part_of(alone([*table, "e.py::new"]), {**table, "c.py::guessed": table["a.py::late"]})[0]
-        == "e.py::new"
-    )
+    assert part_alone(table, table, "d.py")[:3] == ["d.py::changed", "c.py::guessed", "b.py::early"]
+    assert part_alone(table, table)[:2] == ["c.py::guessed", "b.py::early"]
+    assert part_alone([*table, "e.py::new"], table)[0] == "e.py::new"
+
+
+def test_a_changed_file_is_first_until_each_of_its_tests_has_run() -> None:
+    table = {f"a.py::{name}": Run(100, landed(9), "passed", "noted") for name in "xy"}
+    table["b.py::early"] = Run(100, landed(1), "passed", "noted")
+    for number, expected in enumerate(("a.py::x", "a.py::y", "b.py::early"), start=10):
+        part = part_alone(table, table, "a.py")
+        assert part == [expected]
+        table = updated(table, {expected: Run(100, landed(number), "passed", "another")}, None)
 
 
 def test_tests_that_share_a_fixture_stay_together() -> None:
     table = {name: Run(100, landed(day), "passed") for day, name in enumerate(("a", "b", "c", "d"), start=1)}
-    assert part_of([["b"], ["a", "d"], ["c"]], table) == ["a", "d"]
+    assert part_of([["b"], ["a", "d"], ["c"]], table, dict.fromkeys(table, "noted")) == ["a", "d"]
 
 
 def test_of_two_rows_of_a_test_the_newer_one_counts(tmp_path: Path) -> None:
     """A merge may keep both."""
     rows = [("a", "1", landed(2), "passed"), ("a", "2", landed(1), "failed"), ("a", "3", "", "estimated")]
-    (tmp_path / "table.tsv").write_text("head\n" + "".join("\t".join(row) + "\n" for row in rows))
+    (tmp_path / "table.tsv").write_text("".join("\t".join(row) + "\n" for row in [COLUMNS, *rows, COLUMNS]))
     assert read_table(tmp_path / "table.tsv") == {"a": Run(1, landed(2), "passed")}
 
 
@@ -85,10 +105,12 @@ def test_seconds_are_the_fewest_of_all_passes_once_one_was_measured() -> None:
     for seconds, kept in ((30, 30), (20, 20), (50, 20)):
         table = updated(table, {"a": Run(seconds, landed(seconds % 24), "passed")}, None)
         assert table["a"] == Run(kept, landed(seconds % 24), "passed")
+    table = updated(table, {"a": Run(40, landed(1), "passed", "another")}, None)
+    assert table["a"].seconds == 40, "of the file as it is"
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    table = {"b[x-1]": Run(12, landed(1), "passed"), "a": Run(1, "", "estimated")}
+    table = {"b[x-1]": Run(12, landed(1), "passed", "0a1b"), "a": Run(1, "", "estimated")}
     write_table(table, tmp_path / "table.tsv")
     assert read_table(tmp_path / "table.tsv") == table
     assert read_table(tmp_path / "none.tsv") == {}
@@ -98,42 +120,6 @@ def test_the_committed_table_names_tests_that_exist() -> None:
     table = read_table(REPOSITORY / TABLE)
     assert [test for test in table if not exists(test, REPOSITORY)] == [], "run `bash run_scripts/fix.sh`"
     assert not exists("tests/test_nightly.py::test_gone[a-1]", REPOSITORY)
-
-
-Git = Callable[..., str]
-
-
-@pytest.fixture
-def git(tmp_path: Path) -> Git:
-    """Runs Git in a repository of the test."""
-    names = {
-        f"GIT_{role}_{what}": "someone" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
-    }
-    environment = {**os.environ, **names, "GIT_CONFIG_GLOBAL": os.devnull}
-
-    def run(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    run("init", "--quiet")
-    return run
-
-
-def test_files_that_differ_from_the_commit_of_the_table_have_changed(git: Git, tmp_path: Path) -> None:
-    assert changed_since(Path("table.tsv"), tmp_path / "no checkout") == set()
-    for name in ("table.tsv", "a.py", "b.py", "c.py"):
-        (tmp_path / name).write_text("a")
-    git("add", ".")
-    git("commit", "--quiet", "-m", "table")
-    (tmp_path / "a.py").write_text("b")
-    git("commit", "--quiet", "-a", "-m", "later")
-    (tmp_path / "b.py").write_text("b")
-    (tmp_path / "d.py").write_text("b")
-    assert changed_since(Path("table.tsv"), tmp_path) == {"a.py", "b.py", "d.py"}
-    git("clone", "--quiet", "--depth", "1", tmp_path.as_uri(), "shallow")
-    assert changed_since(Path("table.tsv"), tmp_path / "shallow") == set()
 
 
 @pytest.fixture
@@ -149,12 +135,15 @@ def toy_tier(tmp_path: Path) -> Callable[..., str]:
         "@pytest.mark.parametrize('name', ['nightly'])\ndef test_default(name): pass\n"
         "@nightly\ndef test_passes(): pass\n"
         "@nightly\n@pytest.mark.parametrize('way', '12')\ndef test_shares(engine, way): pass\n"
+        "@pytest.fixture(scope='module')\ndef nodes(): return 2\n"
+        "@nightly\n@pytest.mark.parametrize('way', '12')\ndef test_shares_nodes(nodes, way): pass\n"
         "@nightly\ndef test_fails(): assert False\n"
         "@nightly\ndef test_skips(): pytest.skip('no device')\n"
         "@nightly\ndef test_recent(): assert False\n"
         "@nightly\ndef test_stops(): raise KeyboardInterrupt\n"
     )
-    late = dict.fromkeys(("recent", "gone", "shares[a-1]", "shares[b-1]", "shares[b-2]"), landed(1))
+    names = ("recent", "gone", "shares[a-1]", "shares[b-1]", "shares[b-2]", "shares_nodes[1]")
+    late = dict.fromkeys(names, landed(1))
     waited = {
         f"tests/test_it.py::test_{name}": Run(10 if "[" in name else 4900, at, "passed")
         for name, at in late.items()
@@ -182,14 +171,27 @@ def test_a_part_is_noted_and_the_rest_is_shown(toy_tier: Callable[..., str], tmp
         "passes": ("passed", False),
         "skips": ("skipped", False),
         "recent": ("passed", True),
-        # One of the two had no run, and they share an engine.
+        # One of the two had no run, and they share a fixture.
+        "shares_nodes[1]": ("passed", False),
+        "shares_nodes[2]": ("passed", False),
         "shares[a-1]": ("passed", False),
         "shares[a-2]": ("passed", False),
         "shares[b-1]": ("passed", True),
         "shares[b-2]": ("passed", True),
     }
+    assert found["passes"].file == digest(tmp_path / "tests" / "test_it.py")
     for line in ("passed       in this run", "failed       in this run", f"passed       {landed(1)}"):
         assert line in printed
+
+
+@pytest.mark.slow
+def test_the_named_tests_run_and_other_rows_stay(toy_tier: Callable[..., str], tmp_path: Path) -> None:
+    before = read_table(tmp_path / TABLE)
+    assert "1 passed" in toy_tier("--nightly-part", "tests/test_it.py::test_passes")
+    toy_tier("--nightly-part", "-k", "skips")
+    after = read_table(tmp_path / TABLE)
+    assert after.keys() - before.keys() == {f"tests/test_it.py::test_{name}" for name in ("passes", "skips")}
+    assert before.items() <= after.items()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ HANGS = ("reset_hangs", "step_hangs")
 """Each takes as long as an environment may take to answer, which includes its start on a busy machine."""
 ONE_IN = 8
 """Boards whose seed modulo this is the index of a kind fail, the others do not."""
-SLOW_S = 2.0
+SLOW_S = 1.0
 """Seconds before each turn but the first, of the slow program and in the slow environment."""
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.lab.bench.arms import ENGINES
 from recipe.async_pipeline.lab.bench.checkpoint import CheckpointSize
 from recipe.async_pipeline.lab.bench.checkpoint import run_job as run_checkpoints
 from recipe.async_pipeline.lab.bench.weight_sync_jobs import Engines, make_task, run_ways
 from tests.e2e.job import ROOT, Job, check_clean_end, check_events
 from tests.fakes.private_mounts import may_unshare
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 WORKLOAD = """
 reason: the shortest job that uses every probe
@@ -31,7 +30,7 @@ overrides: {data.max_response_length: 9}
 """
 
 
-def bench(tied_task: Path, tmp_path: Path, *arms: str, engine: str = "vllm") -> dict[str, Any]:
+def bench(tied_task: Path, tmp_path: Path, *arms: str) -> dict[str, Any]:
     """What it found, of which every arm was measured."""
     workload, out = tmp_path / "short.yaml", tmp_path / "b.json"
     workload.write_text(WORKLOAD)
@@ -39,7 +38,7 @@ def bench(tied_task: Path, tmp_path: Path, *arms: str, engine: str = "vllm") -> 
         [
             *(sys.executable, "-m", "recipe.async_pipeline", "bench", "--no-stock-poll", "--repeats", "1"),
             *("--arms", ",".join(arms), "--workload", str(workload), "--json", str(out)),
-            *("--logs", str(tmp_path / "logs"), "--engine", engine),
+            *("--logs", str(tmp_path / "logs"), "--engine", "vllm"),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -60,12 +59,10 @@ def bench(tied_task: Path, tmp_path: Path, *arms: str, engine: str = "vllm") -> 
     return data
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path, engine: str) -> None:
-    """verl's own trainer and manager publish through our engine, too; with SGLang through verl's own."""
-    data = bench(tied_task, tmp_path, "verl_separate_async", "fully_async", engine=engine)
-    assert data["engine"] == engine
+def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
+    """verl's own trainer and manager publish through our engine, too."""
+    data = bench(tied_task, tmp_path, "verl_separate_async", "fully_async")
+    assert data["engine"] == "vllm"
     assert data["ratios"]["fully_async/verl_separate_async"]["median"] > 0
     assert 1 <= data["arms"]["fully_async"]["lag_max"] <= 6
     check_our_job(
@@ -86,7 +83,6 @@ def check_our_job(run_dir: Path, steps: int) -> None:
     assert (run_dir.parent / "latest").resolve() == run_dir.resolve()
 
 
-@pytest.mark.nightly
 def test_publications_are_measured(tmp_path: Path) -> None:
     said: list[str] = []
     task = make_task(2 * 10**6, tmp_path / "task")
@@ -100,7 +96,6 @@ def test_publications_are_measured(tmp_path: Path) -> None:
     assert rows["dual_buffer_host"]["generator_stall_s"]["max"] > 0, "a load holds the engine"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["dual_buffer_host", "verl_stock"])
 def test_publications_to_sglang_are_measured(tmp_path: Path, way: str) -> None:
     """Also through verl's own replica and its blocking manager."""
@@ -111,7 +106,6 @@ def test_publications_to_sglang_are_measured(tmp_path: Path, way: str) -> None:
     assert row["generator_stall_s"]["max"] > 0, "the steps of the engine were recorded"
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(not may_unshare(), reason="namespaces require root")
 def test_publications_on_two_hosts_are_measured(tmp_path: Path) -> None:
     """One replica on each host; versions travel to the second one as differences."""
@@ -123,7 +117,6 @@ def test_publications_on_two_hosts_are_measured(tmp_path: Path) -> None:
     assert 1 < row["host_memory_versions"] < 3, "each host holds two versions at most"
 
 
-@pytest.mark.nightly
 def test_checkpoints_are_measured(tmp_path: Path) -> None:
     """With finished tokens and tokens in flight; every published checkpoint can be read."""
     size = CheckpointSize(groups=4, answers=2, tokens=50)
@@ -133,7 +126,6 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     assert 0 < found["held_s"] <= found["whole_s"]
 
 
-@pytest.mark.nightly
 def test_the_control_plane(tmp_path: Path) -> None:
     """Every prompt that was drawn was trained or filtered, and the sample store is empty."""
     out = tmp_path / "c.json"

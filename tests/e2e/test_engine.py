@@ -50,7 +50,8 @@ def runner_of(name: str) -> tuple[str, dict[str, str]]:
     return engine, {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "2"))} if runner else {}
 
 
-def check_load(report: dict[str, Any]) -> None:
+def test_tied_embeddings_are_served_as_published_and_a_skipped_one_is_caught(tied_task: Path) -> None:
+    report = probe(tied_task, "load")
     assert report["first"]["ok"]["tensors_proved"] > 0, report
     assert report["engine"] == report["transformers"]
     assert report["engine"] != report["before"], "the published weights differ from those on disk"
@@ -58,15 +59,6 @@ def check_load(report: dict[str, Any]) -> None:
     assert report["engine_repeated"] == report["transformers_repeated"] != report["engine"]
     assert report["skipped"]["error"] == "ProofError"
     assert "embed_tokens.weight" in report["skipped"]["message"]
-
-
-def test_tied_embeddings_are_served_as_published_and_a_skipped_one_is_caught(tied_task: Path) -> None:
-    check_load(probe(tied_task, "load"))
-
-
-@pytest.mark.nightly
-def test_untied_embeddings_are_served_as_published_and_a_skipped_one_is_caught(untied_task: Path) -> None:
-    check_load(probe(untied_task, "load"))
 
 
 def test_weights_that_the_engine_repacked_are_never_announced(tied_task: Path) -> None:

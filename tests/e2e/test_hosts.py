@@ -80,8 +80,7 @@ def test_a_run_on_two_hosts_goes_through_the_loss_of_one(
 
 
 @pytest.mark.parametrize("hosts", [1], indirect=True)
-@pytest.mark.parametrize("staging", ["host", "device"])
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(("engine", "staging"), [("vllm", "device"), ("sglang", "host")])
 def test_a_replica_over_two_hosts_starts_again_after_the_loss_of_one(
     tied_task: Path, tmp_path: Path, hosts: TwoHosts, engine: str, staging: str
 ) -> None:

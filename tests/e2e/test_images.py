@@ -23,7 +23,7 @@ from tests.e2e.job import ROOT, Event, Job, check_events, interrupt, run_job, sm
 from tests.e2e.weights import saved_shards, saved_weights
 from tests.fakes.alias_values import GERL_SCRIPTS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 pytest.importorskip("diffusers")
 LAGS = {"on_policy": 0, "fully_async": 3}
 GROUPS, SAMPLES, TENSORS = 12, 8, 67
@@ -94,7 +94,6 @@ def check_agreement(job: Job, steps: int) -> None:
         assert row["actor/grad_norm"] > 0
 
 
-@pytest.mark.nightly
 def test_flux_is_trained_as_it_is_drawn(tmp_path: Path) -> None:
     """A guidance-distilled FLUX: its guidance is an input, and its latents travel as sequences of patches."""
     task = make_task("--task", "image", "--family", "flux")
@@ -103,14 +102,12 @@ def test_flux_is_trained_as_it_is_drawn(tmp_path: Path) -> None:
     check_pictures(job, 3)
 
 
-@pytest.mark.nightly
 def test_the_reward_grows_at_a_lag_of_three(image_task: Path, tmp_path: Path) -> None:
     job = train(image_task, tmp_path / "run", "fully_async", 40)
     summary = check_images(job, "fully_async", 40)
     assert summary["reward_last"] - summary["reward_first"] >= GAIN
 
 
-@pytest.mark.nightly
 def test_on_policy_is_the_synchronous_loop(image_task: Path, tmp_path: Path) -> None:
     """Eight steps through Ray, the sample store and the arenas, against one process without any of them: the
     same scores, gradient norms and weights, bit for bit. Sampler and trainer agree bit for bit, too, so every
@@ -151,7 +148,6 @@ def check_reference(
     return reference
 
 
-@pytest.mark.nightly
 def test_two_ranks_that_are_killed_and_resumed_are_the_synchronous_loop(
     image_task: Path, tmp_path: Path
 ) -> None:
@@ -203,7 +199,6 @@ ON_THIS_MACHINE = {
 """What a script for GPUs and a large model must change for two cores and the small one."""
 
 
-@pytest.mark.nightly
 def test_a_script_of_gerl_runs_from_the_entry_point_for_images(image_task: Path, tmp_path: Path) -> None:
     """One device trains an adapter and two draw, by noise of kind cps, as the script says."""
     script, run_dir = GERL_SCRIPTS["3p_a1_r2"], tmp_path / "run"
@@ -242,7 +237,6 @@ def sabotage(folder: Path, monkeypatch: pytest.MonkeyPatch, *faults: str) -> Non
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-@pytest.mark.nightly
 def test_what_is_not_delivered_is_noticed_and_a_replica_that_dies_in_a_load_comes_back(
     image_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +261,6 @@ def test_what_is_not_delivered_is_noticed_and_a_replica_that_dies_in_a_load_come
     assert audit_file(run_dir).violations == []
 
 
-@pytest.mark.nightly
 def test_an_adapter_is_trained_and_served(
     image_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

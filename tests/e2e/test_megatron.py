@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -25,7 +25,7 @@ from tests.e2e.job import (
     run_job,
     smoke_command,
 )
-from tests.e2e.resumes import command, ended_well, kill_all, losses, weights
+from tests.e2e.resumes import command, ended_well, losses, weights
 from tests.e2e.weights import assert_same_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron")]
@@ -41,14 +41,6 @@ LAGS = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": 3, "fully_async": 3}
 """Largest lag that a strategy permits here."""
 
 
-class Layout(NamedTuple):
-    """A model on two training ranks."""
-
-    task: str
-    """The fixture."""
-    overrides: tuple[str, ...]
-
-
 def pools(*roles: str) -> tuple[str, ...]:
     """Return settings that give each of these stages one device to itself."""
     each = ",".join(f"{role}:{{roles:[{role}],devices:1}}" for role in roles)
@@ -59,10 +51,8 @@ def pools(*roles: str) -> tuple[str, ...]:
     )
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "dense-tp2": Layout("tied_task", (MEGATRON, *TWO_RANKS, f"{SIZES}.tensor_model_parallel_size=2")),
-    "moe-ep2": Layout("moe_task", (MEGATRON, *TWO_RANKS, f"{SIZES}.expert_model_parallel_size=2")),
-}
+TENSOR_PARALLEL = (MEGATRON, *TWO_RANKS, f"{SIZES}.tensor_model_parallel_size=2")
+EXPERT_PARALLEL = (MEGATRON, *TWO_RANKS, f"{SIZES}.expert_model_parallel_size=2")
 
 
 def train(
@@ -93,16 +83,11 @@ def check_trained(job: Job, strategy: str, steps: int) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("name", ["moe-ep2", pytest.param("dense-tp2", marks=pytest.mark.nightly)])
-def test_parallel_ranks_publish_what_they_train(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    layout = LAYOUTS[name]
-    task = request.getfixturevalue(layout.task)
-    job = train(task, tmp_path / "run", "on_policy", 3, *layout.overrides)
+def test_parallel_ranks_publish_what_they_train(moe_task: Path, tmp_path: Path) -> None:
+    job = train(moe_task, tmp_path / "run", "on_policy", 3, *EXPERT_PARALLEL)
     check_trained(job, "on_policy", 3)
     loads = [row["data"].get("actor/moe/busiest_expert") for row in job.metrics()]
-    assert any(load is not None and load >= 1 for load in loads) == (name == "moe-ep2")
+    assert any(load is not None and load >= 1 for load in loads)
 
 
 @pytest.mark.nightly
@@ -112,8 +97,8 @@ def test_recorded_routing_is_replayed(own_pool: bool, moe_task: Path, tmp_path: 
 
     The workers refuse an update without recorded routing.
     """
-    steps = 4
-    devices = pools("train", "logp", "generate") if own_pool else LAYOUTS["moe-ep2"].overrides
+    steps = 2
+    devices = pools("train", "logp", "generate") if own_pool else EXPERT_PARALLEL
     job = train(
         moe_task,
         tmp_path / "run",
@@ -132,12 +117,9 @@ def test_recorded_routing_is_replayed(own_pool: bool, moe_task: Path, tmp_path: 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("strategy", "task"), [("n_step_ahead", "moe_task"), ("fully_async", "tied_task")])
-def test_the_reward_grows_at_a_lag_of_three(
-    task: str, strategy: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    job = train(request.getfixturevalue(task), tmp_path / "run", strategy, 60, MEGATRON)
-    summary = check_trained(job, strategy, 60)
+def test_the_reward_grows_at_a_lag_of_three(moe_task: Path, tmp_path: Path) -> None:
+    job = train(moe_task, tmp_path / "run", "n_step_ahead", 60, MEGATRON)
+    summary = check_trained(job, "n_step_ahead", 60)
     assert summary["reward_last"] - summary["reward_first"] >= GAIN
 
 
@@ -157,29 +139,24 @@ def kill_rank(process: subprocess.Popen[str], run_dir: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "kill"), [("dense-tp2", kill_all), ("moe-ep2", kill_rank)])
-def test_killed_and_resumed_is_the_run_that_was_left_alone(
-    name: str,
-    kill: Callable[[subprocess.Popen[str], Path], None],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+def test_a_rank_is_killed_and_the_resumed_run_is_the_one_that_was_left_alone(
+    tied_task: Path, tmp_path: Path
 ) -> None:
-    layout = LAYOUTS[name]
-    task = request.getfixturevalue(layout.task)
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     for folder in (alone, killed):
         folder.mkdir()
     # What an engine computes depends in its last bits on what else is in the batch.
-    more = ("actor_rollout_ref.rollout.max_num_seqs=1", *layout.overrides)
-    undisturbed = run_job(command(alone, "on_policy", "trainer.save_freq=6", *more), alone / "run", task)
+    more = ("actor_rollout_ref.rollout.max_num_seqs=1", *TENSOR_PARALLEL)
+    undisturbed = run_job(command(alone, "on_policy", "trainer.save_freq=6", *more), alone / "run", tied_task)
     ended_well(undisturbed)
+    check_trained(undisturbed, "on_policy", 6)
 
     again = command(killed, "on_policy", "trainer.save_freq=2", *more)
-    event = Event(" 5/6 ", lambda process: kill(process, killed / "run"))
-    first = run_job(again, killed / "run", task, events=[event])
+    event = Event(" 5/6 ", lambda process: kill_rank(process, killed / "run"))
+    first = run_job(again, killed / "run", tied_task, events=[event])
     assert first.status != 0 and " 5/6 " in first.output
     assert processes_of(killed / "run") == [], "megatron-core's checkpoints start a process for each rank"
-    last = run_job(again, killed / "run", task)
+    last = run_job(again, killed / "run", tied_task)
     ended_well(last)
     assert " resumed from " in last.output
     assert losses(last) == [pytest.approx(row, abs=TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed)]

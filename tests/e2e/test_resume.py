@@ -29,7 +29,7 @@ from tests.e2e.weights import assert_equal_bits, assert_same_weights
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 TOLERANCE = 1e-5
-KILLS = int(os.environ.get("ASYNC_PIPELINE_TEST_KILLS", "3"))
+KILLS = int(os.environ.get("ASYNC_PIPELINE_TEST_KILLS", "2"))
 """Of a run that is killed again and again, each time at another moment; docs/results has runs with twenty."""
 AFTER_S = 2.0
 """A kill comes up to so long after the line of output that announces it."""

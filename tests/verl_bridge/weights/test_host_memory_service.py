@@ -259,18 +259,22 @@ async def test_a_run_ends_after_the_services_that_it_ends(counting: Counting) ->
 
 
 async def test_a_service_that_does_not_respond_holds_up_no_consumer(
-    nodes: list[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_memory_service, "RELEASE_S", 0.01)
-    cancelled = []
-
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     hung = SimpleNamespace(release=SimpleNamespace(remote=lambda *lease: never))
-    await HostMemories(Route({nodes[0]: hung}, ())).release(this_process("a consumer"), 3)
-    cancelled.append(never.cancelled())
-    assert cancelled == [True]
+    await HostMemories(Route({"a": hung}, ())).release(this_process("a consumer"), 3, "a")
+    assert never.cancelled()
 
 
+async def test_a_host_without_a_service_is_named() -> None:
+    memories = HostMemories(Route({}, ()))
+    with pytest.raises(WeightSyncError, match="no memory service runs on host a; the process has moved"):
+        await memories.release(this_process("a consumer"), 3, "a")
+
+
+@pytest.mark.nightly
 def test_a_process_that_has_moved_to_another_host_says_so(
     nodes: list[str], services: MemoryServices, writer: ArenaWriter
 ) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ SCRIPT = Path(__file__).with_name("engine_matrix.py")
 MODELS = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
 Cell = tuple[str, int]
 """A model, and its number of ranks."""
+Reports = Callable[[Cell], dict[str, Any]]
 CELLS: tuple[Cell, ...] = (("phi3-fused", 1), ("qwen3-moe", 2))
 """Weights that are joined in the checkpoint, experts, one rank and two. Whole jobs serve tied embeddings."""
 SLOW_CELLS: tuple[Cell, ...] = tuple(
@@ -50,13 +52,14 @@ def runs(cell: Cell) -> bool:
     return updates_experts() or not cell[0].endswith("-moe")
 
 
-def report_of(cell: Cell) -> dict[str, Any]:
-    """Return the report of a cell; the cells of a tier share the import of vLLM."""
-    return reports(tuple(filter(runs, CELLS if cell in CELLS else SLOW_CELLS)))[cell]
+@pytest.fixture(scope="module")
+def report_of() -> Reports:
+    """Return the function that has the report of a cell; the cells of a tier share the import of vLLM."""
+    reports_of = cache(run_cells)
+    return lambda cell: reports_of(tuple(filter(runs, CELLS if cell in CELLS else SLOW_CELLS)))[cell]
 
 
-@cache
-def reports(cells: tuple[Cell, ...]) -> dict[Cell, dict[str, Any]]:
+def run_cells(cells: tuple[Cell, ...]) -> dict[Cell, dict[str, Any]]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -89,7 +92,7 @@ every_cell = pytest.mark.parametrize("cell", [marked(cell) for cell in (*CELLS, 
 
 
 @every_cell
-def test_three_versions_are_proved_and_computed_with(cell: Cell) -> None:
+def test_three_versions_are_proved_and_computed_with(cell: Cell, report_of: Reports) -> None:
     """Through the loader, by repeated copies, and staged during generation."""
     versions = report_of(cell)["versions"]
     for report in versions:
@@ -101,7 +104,7 @@ def test_three_versions_are_proved_and_computed_with(cell: Cell) -> None:
 
 
 @every_cell
-def test_a_fault_of_one_rank_is_named(cell: Cell) -> None:
+def test_a_fault_of_one_rank_is_named(cell: Cell, report_of: Reports) -> None:
     """The last rank's loader swaps two tensors of equal shape."""
     report = report_of(cell)
     assert any(name in report["caught"] for name in report["swapped"]), report["caught"]
