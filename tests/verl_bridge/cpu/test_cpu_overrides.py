@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.verl_bridge.cpu.cpu_overrides import VllmFinder
+from recipe.async_pipeline.verl_bridge.cpu import fork_worker
+from recipe.async_pipeline.verl_bridge.cpu.cpu_overrides import OF_NODES, VllmFinder
 from tests import HANG_S, REPOSITORY
 from tests.fakes.published_verl import unpacked
 
@@ -30,6 +32,12 @@ def install(site: Path, name: str, version: str) -> None:
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (folder / "entry_points.txt").write_text("[vllm.general_plugins]\nsome = some:thing\n")
+
+
+@pytest.mark.real_engine
+def test_what_the_fork_server_imports_is_there() -> None:
+    modules = OF_NODES[fork_worker.IMPORTS].split(",")
+    assert [module for module in modules if importlib.util.find_spec(module) is None] == []
 
 
 @pytest.mark.parametrize(("built", "found"), [("0.28.0", "0.28.0+cpu"), ("0.28.0+cpu", "0.28.0+cpu")])
