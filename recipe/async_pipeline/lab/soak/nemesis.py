@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.ledger_audit import Audit
+from ...observe.causes import one_line
 from ...observe.ledger_file import NAME, audit_file
-from ...observe.summary import one_line
 from ..event_audit import audit_events
 from .faults import FAULTS, strike
 from .job import START_S, SoakFailed, SoakJob, served
