@@ -155,11 +155,7 @@ class Screen:
             self._print("".join(f"    {line}\n" for line in self.tail))
         if self.cause is None and status - 128 in set(signal.Signals):
             number = signal.Signals(status - 128)
-            hint = (
-                "; if nobody did it, the memory was full, and `dmesg` tells"
-                if number == signal.SIGKILL
-                else ""
-            )
+            hint = "; `dmesg` tells if memory was full" if number == signal.SIGKILL else ""
             self.cause = f"killed by {number.name}{hint}"
         where = f"; the whole log is {self.log_path}" if self.log_path else ""
         cause = f": {self.cause}" if self.cause else ""
