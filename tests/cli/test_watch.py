@@ -200,6 +200,21 @@ def test_a_key_unknown_to_hydra_is_one_line_and_status_2() -> None:
     assert f"failed with status 2: {path} is unknown; nearest knobs: staleness.max_lag, " in line
 
 
+@pytest.mark.parametrize("full", ["", "hydra.errors.ConfigCompositionException: "])
+def test_a_complaint_of_hydra_is_the_cause_also_in_a_traceback(out: io.StringIO, full: str) -> None:
+    screen = screen_of(out)
+    screen.line(f"{full}Could not override 'trainer.nodes'.\n")
+    screen.fail(1)
+    assert screen.users_mistake
+    assert "trainer.nodes is not a key of this config" in shown(out)[-1]
+
+
+def test_a_command_that_is_killed_names_the_signal(out: io.StringIO) -> None:
+    screen = screen_of(out)
+    screen.fail(137)
+    assert shown(out)[-1].startswith("failed with status 137: killed by SIGKILL; ")
+
+
 def test_a_long_silence_is_broken(out: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = screen_of(out)
     screen.line("noise\n")

@@ -414,6 +414,7 @@ def test_the_first_error_of_any_role_ends_the_run_as_it_is(where: str) -> None:
     with pytest.raises(RuntimeError, match=f"{where} broke") as caught:
         run_virtual(flow.run())
     assert caught.value is error
+    assert vars(error)["stage"] == flow.failures[0][0]
     states = [m.state for m in flow.machines]
     assert all(s in TERMINAL for s in states)
     assert StageState.FAILED in states

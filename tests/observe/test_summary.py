@@ -11,9 +11,7 @@ import pytest
 
 from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.items import Publication
-from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.observe.summary import RunRecorder, causes, one_line, write_atomically
-from recipe.async_pipeline.observe.table import MARK
+from recipe.async_pipeline.observe.summary import RunRecorder, write_atomically
 
 
 def publication(version: int, load_s: float) -> Publication:
@@ -158,70 +156,6 @@ def test_write_atomically_leaves_the_old_or_the_new_file(tmp_path: Path) -> None
     write_atomically(path, {"steps": 2})
     assert json.loads(path.read_text(encoding="utf-8")) == {"steps": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"], "no partial file remains"
-
-
-# Errors on one line.
-
-
-class RemoteError(Exception):
-    """An error as Ray raises it: the traceback is in the text, the cause in an attribute."""
-
-    def __init__(self, text: str, cause: object = None) -> None:
-        super().__init__(text)
-        self.cause = cause
-
-
-def test_a_remote_error_shows_its_cause() -> None:
-    error = RemoteError(
-        "\x1b[36mray::worker()\nTraceback (most recent call last):\n  ...", KeyError("reward")
-    )
-    assert one_line(error) == "KeyError: 'reward'"
-
-
-def test_a_remote_error_without_a_cause_shows_its_last_line() -> None:
-    text = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: bad prompt\n'
-    assert one_line(RemoteError(text)) == "RemoteError: ValueError: bad prompt"
-
-
-def test_an_actor_that_dies_when_it_is_made_shows_the_reason_and_the_actor() -> None:
-    text = (
-        "The actor died because of an error raised in its creation task, "
-        "\x1b[36mray::PushAgentLoopWorker.__init__()\x1b[39m (pid=7, ip=10.0.0.1)\n"
-        '  File "loop.py", line 3, in __init__\n'
-        "    tools = open(path)\n"
-        "FileNotFoundError: [Errno 2] No such file or directory: 'tools.yaml'\n"
-    )
-    reason = "FileNotFoundError: [Errno 2] No such file or directory: 'tools.yaml'"
-    assert one_line(RemoteError(text)) == f"RemoteError: in PushAgentLoopWorker.__init__: {reason}"
-
-
-@pytest.mark.parametrize(
-    ("error", "shown"),
-    [
-        (ValueError("\n\n  first\nsecond"), "ValueError: first"),
-        (RuntimeError(), "RuntimeError: "),
-        (RemoteError("plain", cause="text"), "RemoteError: plain"),
-        (KeyboardInterrupt("stop"), "KeyboardInterrupt: stop"),
-    ],
-)
-def test_other_errors_show_their_first_line(error: BaseException, shown: str) -> None:
-    assert one_line(error) == shown
-
-
-@pytest.mark.parametrize(
-    ("error", "shown"),
-    [(ConfigError("run_dir must be shared"), "run_dir must be shared"), (OSError("disk"), "OSError: disk")],
-)
-def test_the_cause_of_an_end_is_printed_above_its_traceback(
-    capsys: pytest.CaptureFixture[str], error: Exception, shown: str
-) -> None:
-    with pytest.raises(type(error)), causes():
-        raise error
-    assert capsys.readouterr().out == f"{MARK} cause: {shown}\n"
-
-
-def test_the_line_of_an_error_is_truncated() -> None:
-    assert len(one_line(ValueError("x" * 9000))) == 500
 
 
 def test_unknown_converts_values_that_json_cannot_represent(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_closing_lines_of_a_run_that_failed_before_step_one() -> None:
         {**SUMMARY, "status": "failed", "reward_first": None, "reward_last": None, "error": "E: boom"}
     )
     assert not any("reward" in line for line in lines)
-    assert lines[-1] == f"{MARK} cause: E: boom"
+    assert not any("cause" in line for line in lines), "it is the last line of the run"
 
 
 def test_closing_names_steps_that_did_not_train_and_checkpoints_that_are_missing() -> None:

@@ -153,6 +153,10 @@ class Screen:
         """Show why a run failed and where its log is."""
         if self.cause is None and not any(MARK in line for line in list(self.tail)[-3:]):
             self._print("".join(f"    {line}\n" for line in self.tail))
+        if self.cause is None and status - 128 in set(signal.Signals):
+            number = signal.Signals(status - 128)
+            hint = "; `dmesg` tells if memory was full" if number == signal.SIGKILL else ""
+            self.cause = f"killed by {number.name}{hint}"
         where = f"; the whole log is {self.log_path}" if self.log_path else ""
         cause = f": {self.cause}" if self.cause else ""
         self.say(f"failed with status {status}{cause}{where}")

@@ -23,6 +23,8 @@ _UNREADABLE = re.compile(
     r"^(?:LexerNoViableAltException: (?P<override>.+)"
     r"|(?P<reason>(?:no viable alternative at|mismatched|extraneous) input .+|token recognition error.+))$"
 )
+_FULL_ERROR = re.compile(r"^hydra\.errors\.\w+: ")
+"""Before a complaint in a traceback, which hydra prints if HYDRA_FULL_ERROR=1."""
 _PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[\]{},]|[^\[\]{},'"]+""")
 """Quoted texts, brackets and commas, and what is between them."""
 
@@ -65,6 +67,7 @@ def explain_complaint(complaint: str, near: Callable[[str], str | None] = lambda
 
     `near` returns the key of verl's of which a path is a misspelling, or None.
     """
+    complaint = _FULL_ERROR.sub("", complaint)
     if found := _NO_SUCH_KEY.match(complaint):
         return unknown_key(found[1], near(found[1]))
     if found := _PRESENT.match(complaint):

@@ -328,6 +328,7 @@ class AsyncTrainingFlow:
         if self.failures:
             role, error = self.failures[0]
             self.log.append("flow", "FAILED", "FAILED", why=f"{role}: {type(error).__name__}: {error}"[:500])
+            vars(error)["stage"] = role  # for the summary and the line about the cause
             raise error
 
     async def _watch(self) -> None:

@@ -7,20 +7,16 @@ import asyncio
 import json
 import math
 import os
-import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ..console import echo
 from ..core.flow import FlowResult
-from ..errors import ConfigError, PatchError
 from ..redaction import without_secrets
-from .table import MARK
+from .causes import one_line
 
 
 @dataclass(kw_only=True)
@@ -127,34 +123,3 @@ def status_of(error: BaseException | None) -> str:
     if error is None:
         return "completed"
     return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-
-
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_WORKER = re.compile(r"ray::([\w.]+)\(")
-"""The method of an actor, or the function of a task, in the first line of an error of Ray."""
-
-
-@contextmanager
-def causes() -> Iterator[None]:
-    """Print the cause on one line if the run ends here, above the traceback that Ray prints, and raise it."""
-    try:
-        yield
-    except Exception as error:
-        cause = str(error) if isinstance(error, ConfigError | PatchError) else one_line(error)
-        echo(f"{MARK} cause: {cause}")
-        raise
-
-
-def one_line(error: BaseException) -> str:
-    """Return type and message of an error, at most 500 characters.
-
-    Of a traceback that a message embeds, as Ray's do, it has the last line and the worker.
-    """
-    cause = getattr(error, "cause", None)
-    shown = cause if isinstance(cause, BaseException) else error
-    lines = [line.strip() for line in _COLOUR.sub("", str(shown)).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    if any(line.startswith(("Traceback (", 'File "')) for line in lines):
-        worker = _WORKER.search(lines[0])
-        text = f"in {worker[1]}: {lines[-1]}" if worker else lines[-1]
-    return f"{type(shown).__name__}: {text}"[:500]

@@ -139,6 +139,4 @@ def closing(summary: Mapping[str, object]) -> list[str]:
     off = summary.get("observers_off")
     if isinstance(off, Mapping):
         lines += [f"{MARK} switched off after an error: {name} ({error})" for name, error in off.items()]
-    if summary.get("error"):
-        lines.append(f"{MARK} cause: {summary['error']}")
     return lines

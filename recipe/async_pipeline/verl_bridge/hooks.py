@@ -33,7 +33,7 @@ from ..config.schema import is_strategy
 from ..config.translation import is_enabled, require_no_stray_keys
 from ..console import EXIT_USERS, echo
 from ..errors import AsyncPipelineError
-from ..observe.summary import causes
+from ..observe.causes import causes
 from ..observe.table import MARK
 
 

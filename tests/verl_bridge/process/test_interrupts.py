@@ -69,6 +69,8 @@ async def train(how: str) -> str:
         await asyncio.Event().wait()
     elif how == "fail":
         raise RuntimeError("the real error")
+    elif how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
     return "completed"
 
 
@@ -117,6 +119,17 @@ def test_the_outcome_of_a_run_is_left_to_the_caller(tmp_path: Path, how: str) ->
     else:
         with pytest.raises(RuntimeError, match="the real error"):
             ray.get(running)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"), [("die", "ActorDiedError: "), ("fail", "RuntimeError: the real error")]
+)
+def test_the_driver_prints_a_cause_that_the_run_has_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, cause: str
+) -> None:
+    running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(tmp_path / "log", how)
+    interrupts.wait_for(running)
+    assert f"cause: {cause}" in capsys.readouterr().out
 
 
 def test_a_run_that_ignores_ctrl_c_does_not_delay_the_end(

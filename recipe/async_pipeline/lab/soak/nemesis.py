@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...observe.summary import one_line
+from ...observe.causes import one_line
 from ...tools.ledger.audit import Audit
 from ...tools.ledger.file import NAME, audit_file
 from ..event_audit import audit_events

@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 from ...core.items import Group
 from ...core.recall import Recall
-from ...observe.summary import causes
+from ...observe.causes import causes
 from ..calls.control_calls import GROUPS
 from ..calls.direct_calls import ConnectionLost, DirectCaller
 from ..calls.ray_calls import got

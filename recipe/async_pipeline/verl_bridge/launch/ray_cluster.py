@@ -25,7 +25,7 @@ from ...config.paths import OWN
 from ...config.placement import Placement
 from ...console import echo
 from ...errors import ConfigError
-from ...observe.summary import one_line
+from ...observe.causes import one_line
 from ...observe.table import MARK
 from ...processes import SLOW_START, repeat_slow_start
 from .run_config import ADDRESS, AUTO, INIT, LOCAL, VARIABLE, address_to_join

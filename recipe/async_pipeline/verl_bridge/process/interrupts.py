@@ -17,12 +17,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 
+from ...observe.causes import causes
 from ...processes import WATCH_PID, end_signals, end_with_ancestor
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ END_S = 10.0
 def wait_for(running: Any, notice_s: float = 0.0) -> None:
     """Wait for a run, given as its ObjectRef, to end, successfully or not.
 
+    Prints the cause if the run's own process could not, because it was killed, or failed outside of our code.
     Raises KeyboardInterrupt on Ctrl-C, or SystemExit on SIGTERM and SIGHUP, after cancelling the run and
     waiting at most END_S for its end, after SIGTERM `notice_s` longer.
     """
@@ -49,6 +51,8 @@ def wait_for(running: Any, notice_s: float = 0.0) -> None:
             ray.cancel(running, recursive=False)  # the run cancels its own calls
             ray.wait([running], timeout=patience_s)
             raise
+    with suppress(Exception), causes():
+        ray.get(running)
 
 
 @contextmanager

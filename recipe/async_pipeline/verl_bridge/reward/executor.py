@@ -334,7 +334,7 @@ def _call_here(path: str, name: str, arguments: dict[str, Any], cpu_s: float | N
         result = awaited_here(_load(path, name)(**arguments))
         ForkingPickler.dumps(result)  # the pool would only report that the process died
     except BaseException as error:  # noqa: BLE001  also SystemExit, which the pool would raise in the caller
-        raise RewardError(_described("raised", name, error)) from None
+        raise RewardError(_described("raised", name, error)) from error
     return result
 
 

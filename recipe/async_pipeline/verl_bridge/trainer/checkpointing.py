@@ -26,8 +26,9 @@ from ...core.items import Group
 from ...core.progress import while_it_progresses
 from ...core.schedule import Schedule
 from ...errors import WaitTimeout
+from ...observe.causes import one_line
 from ...observe.event_file import EventFile
-from ...observe.summary import RunRecorder, one_line
+from ...observe.summary import RunRecorder
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.partial_rollouts import WRITTEN_S
 from ..calls.ray_calls import cause_of

@@ -24,7 +24,7 @@ from ...config.adapters import adapter_rank
 from ...config.placement import Placement, Pool
 from ...core.items import StepBatch
 from ...core.schedule import Schedule
-from ...observe.summary import one_line
+from ...observe.causes import one_line
 from ..calls.ray_calls import ASK_S, got
 from ..rollout.device_holder import node_id
 from ..workers.log_prob_group import end_group, has_adapters, retry_on_actor_death, start_group

@@ -42,11 +42,12 @@ from ...core.recall import Recall
 from ...core.schedule import Schedule
 from ...core.wait_graph import Wait, waits_of
 from ...observe.agent_output import FOLDER, AgentOutputFolder
+from ...observe.causes import causes
 from ...observe.event_file import EventFile
 from ...observe.observers import ACCOUNT, FILE_ATTEMPTS, LOST, OVERLAP, SELECTION, Observers
 from ...observe.overlap import OverlapMeter
 from ...observe.step_account import StepAccountant
-from ...observe.summary import RunRecorder, causes, write_atomically
+from ...observe.summary import RunRecorder, write_atomically
 from ...observe.table import closing, header
 from ...observe.trackers import ServiceCalls, Trackers
 from ...observe.watchdog import Watchdog
@@ -184,13 +185,13 @@ class PipelineRun:
         """Train until the last step. Raises the first error of any stage, after writing the summary."""
         with causes():
             self.open(agent_loop_manager)
-        try:
-            asyncio.run(until_cancelled(self._run(), self._save_on_notice))
-        finally:
-            # Also after a failure, but without waiting for a worker that may be stuck.
-            ends = (self.verl.actor_rollout_wg.close_arenas, self.log_probs.close)
-            wait([self.calls.submit(end) for end in ends], timeout=CLOSE_S)
-            self.calls.close()
+            try:
+                asyncio.run(until_cancelled(self._run(), self._save_on_notice))
+            finally:
+                # Also after a failure, but without waiting for a worker that may be stuck.
+                ends = (self.verl.actor_rollout_wg.close_arenas, self.log_probs.close)
+                wait([self.calls.submit(end) for end in ends], timeout=CLOSE_S)
+                self.calls.close()
 
     async def _save_on_notice(self) -> None:
         """Have a checkpoint written; return once it is complete, or `faults.notice_s` have passed."""

@@ -15,7 +15,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from ...core.schedule import Schedule
 from ...installed.patch_state import require_known
 from ...installed.verl import find_verl_root
-from ...observe.summary import causes
+from ...observe.causes import causes
 from .. import replaced
 from ..agent_loop import template_check
 from ..process.plugin_state import require_loaded
