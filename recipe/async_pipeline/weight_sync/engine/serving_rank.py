@@ -27,7 +27,7 @@ class ServingRank:
 
     def __init__(self, adapter: EngineAdapter, *, ranks: int = 1, node: int = 0) -> None:
         """`ranks`: the number of ranks that serve a version together; `node`: which of the replica's nodes
-        this is, whose segments may not be those of the engine core.
+        this is. The segments of the engine core may be on another one.
         """
         self.adapter = adapter
         self._node, self._prover = node, Prover(ranks)
