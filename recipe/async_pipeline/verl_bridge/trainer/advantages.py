@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages that verl lacks: `flow_grpo` in its registry; sessions whose last row is masked."""
+"""Advantages that verl lacks: `flow_grpo` in its registry, and for sessions whose last row is masked."""
 
 from __future__ import annotations
 
