@@ -35,6 +35,18 @@ def untied_task() -> Path:
 
 
 @pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a task with a model alone, as the untied toy's is before its warm-up."""
+    from recipe.async_pipeline.lab.tasks.build import save_model
+    from recipe.async_pipeline.lab.tasks.model import ModelSpec, make_model
+    from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
+
+    folder, tokenizer = tmp_path_factory.mktemp("untied"), make_tokenizer()
+    save_model(make_model(ModelSpec(tied=False), tokenizer, seed=0), tokenizer, folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def moe_task() -> Path:
     return make_task("--model", "moe")
 

@@ -110,12 +110,12 @@ def test_experts_are_served_as_published(tmp_path: Path) -> None:
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
-def versions(untied_task: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+def versions(untied_model: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     """So many publications for each way to load, at random moments."""
     name, publications = request.param
     engine, runner = runner_of(name)
     arguments = (engine, str(publications))
-    found = run("versions_probe.py", untied_task, *arguments, VERL_PLATFORM="cpu", **runner)
+    found = run("versions_probe.py", untied_model, *arguments, VERL_PLATFORM="cpu", **runner)
     return {**found, "publications": publications}
 
 
@@ -154,8 +154,8 @@ def test_a_version_uses_prefixes_of_others_only_if_it_may(tied_task: Path, engin
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_answers_have_the_form_that_a_request_asks_for(untied_task: Path, engine: str) -> None:
-    report = run("forms_probe.py", untied_task, engine, VERL_PLATFORM="cpu")
+def test_answers_have_the_form_that_a_request_asks_for(untied_model: Path, engine: str) -> None:
+    report = run("forms_probe.py", untied_model, engine, VERL_PLATFORM="cpu")
     answer = r'\{"move":"[LR]","sure":(true|false)\}'
     call = rf'<tool_call>\{{"name":"(look|step)","arguments":{answer}\}}</tool_call>'
     for name, form in {

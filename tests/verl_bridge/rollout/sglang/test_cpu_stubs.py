@@ -39,12 +39,6 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.real_engine
-def test_with_all_stubs_sglang_is_imported_and_sends_tensors() -> None:
-    done = run(f"import {MODULE} as stubs\nstubs.install()\n{IMPORT}\n{DUMPER}\n{SEND}", VERL_PLATFORM="")
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.real_engine
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", STUBS)
 def test_each_stub_is_needed(name: str) -> None:
@@ -78,9 +72,10 @@ assert tensor.pin_memory() is tensor
 
 
 @pytest.mark.real_engine
-def test_no_memory_is_pinned() -> None:
-    """Scoring a prompt would do so, and LoRA adapters."""
-    done = run(f"import {MODULE} as stubs\nstubs.install()\n{PINNED}", VERL_PLATFORM="")
+def test_with_all_stubs_sglang_is_imported_sends_tensors_and_pins_no_memory() -> None:
+    """In one process, since the import takes long. Scoring a prompt would pin memory, and LoRA adapters."""
+    lines = f"import {MODULE} as stubs\nstubs.install()\n{IMPORT}\n{DUMPER}\n{SEND}\n{PINNED}"
+    done = run(lines, VERL_PLATFORM="")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
