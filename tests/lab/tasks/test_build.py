@@ -118,7 +118,7 @@ def test_a_mixture_is_another_toy() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_real_toy_loads_and_is_sometimes_right(tied: bool) -> None:
     """The toys that whole jobs train: the first test that needs one makes it."""
     torch = pytest.importorskip("torch")

@@ -63,7 +63,7 @@ class Worker:
 def has_ended(process: psutil.Process) -> bool:
     """Return whether it is gone, or waits to be reaped by who has adopted it."""
     with suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
     return True
 
 
