@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -97,6 +98,18 @@ def test_a_worker_starts_as_ray_starts_it_if_a_fork_could_not_serve_it() -> None
     facts(worker(OWN="there is a fork server"))
     others = [worker(**variables) for variables in ({}, {"PYTHONNODEBUGRANGES": "1"}, {"TORCH_LOGS": "help"})]
     assert [facts(actor)["forked"] for actor in others] == [False] * 3
+
+
+@pytest.mark.usefixtures("forking")
+def test_the_server_survives_a_process_that_ends_while_it_asks() -> None:
+    before = facts(worker(OWN="before"))
+    session = Path(ray._private.worker._global_node.get_sockets_dir_path())
+    (path,) = session.glob("fork.*")
+    for part in (b"", b"\0" * 7 + b"\x09" + b"[1,"):
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(str(path))
+            asking.sendall(part)
+    assert facts(worker(OWN="after"))["server"] == before["server"]
 
 
 @pytest.mark.usefixtures("forking")

@@ -136,20 +136,21 @@ def _serve(listener: socket.socket) -> Sequence[str]:
         if raylet in ready:
             os._exit(0)
         connection, _ = listener.accept()
-        with connection:
+        descriptors: list[int] = []
+        # The process that asks may be ended while it waits.
+        with connection, suppress(OSError, ValueError):
             head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
             size = int.from_bytes(head, "big")
             arguments, environment, folder = json.loads(connection.recv(size, socket.MSG_WAITALL))
-            if _differ(os.environ, environment, AT_START + AT_IMPORT):
-                connection.sendall(REFUSED)
-            elif os.fork():
-                connection.sendall(FORKED)
-            else:
-                listener.close()
-                os.close(raylet)
-                return _become(arguments, environment, folder, descriptors)
+            forks = not _differ(os.environ, environment, AT_START + AT_IMPORT)
+            if forks and not os.fork():
+                break
+            connection.sendall(FORKED if forks else REFUSED)
         for descriptor in descriptors:
             os.close(descriptor)
+    listener.close()
+    os.close(raylet)
+    return _become(arguments, environment, folder, descriptors)
 
 
 def _become(
