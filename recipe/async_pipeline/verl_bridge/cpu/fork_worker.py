@@ -34,7 +34,7 @@ IMPORTS = "ASYNC_PIPELINE_WORKER_IMPORTS"
 RAYLET = "RAY_RAYLET_PID"
 AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_")
 """Beginnings of the variables that are read when a process starts, or loads its libraries."""
-AT_IMPORT = ("VERL_", "TORCH", "HF_", "TRANSFORMERS_")
+AT_IMPORT = ("VERL_", "TORCH", "HF_", "TRANSFORMERS_", "VLLM_", "SGLANG_")
 """Beginnings of the variables that modules read when they are imported."""
 OF_ONE_WORKER = "ASYNC_PIPELINE_EARLY_ENGINE"
 """See `rollout/vllm/prefork.py`: what this starts belongs to a worker, not to the fork server."""
@@ -114,21 +114,26 @@ def _serve_first(path: str, worker_path: str, variables: Mapping[str, str]) -> S
     os.setsid()
     if os.fork():
         os._exit(0)
-    _import(worker_path, variables)
-    return _serve(listener)
+    return _serve(listener, _import(worker_path, variables))
 
 
-def _import(worker_path: str, variables: Mapping[str, str]) -> None:
+def _import(worker_path: str, variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Make the imports with the variables of the first worker; return the environment before them."""
     sys.path[0] = os.path.dirname(worker_path)
     os.environ.update({name: value for name, value in variables.items() if name != OF_ONE_WORKER})
+    before = dict(os.environ)
     for name in os.environ[IMPORTS].split(","):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a worker leaves these pages shared
+    return before
 
 
-def _serve(listener: socket.socket) -> Sequence[str]:
-    """Fork a process for each request until the raylet ends; there, return the arguments of the worker."""
+def _serve(listener: socket.socket, before: Mapping[str, str]) -> Sequence[str]:
+    """Fork a process for each request until the raylet ends; there, return the arguments of the worker.
+
+    `before`: the environment before the imports, which may have changed it.
+    """
     raylet = os.pidfd_open(int(os.environ[RAYLET]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps workers that end
     while True:
@@ -142,7 +147,7 @@ def _serve(listener: socket.socket) -> Sequence[str]:
             head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
             size = int.from_bytes(head, "big")
             arguments, environment, folder = json.loads(connection.recv(size, socket.MSG_WAITALL))
-            forks = not _differ(os.environ, environment, AT_START + AT_IMPORT)
+            forks = not _differ(before, environment, AT_START + AT_IMPORT)
             if forks and not os.fork():
                 break
             connection.sendall(FORKED if forks else REFUSED)
@@ -150,7 +155,8 @@ def _serve(listener: socket.socket) -> Sequence[str]:
             os.close(descriptor)
     listener.close()
     os.close(raylet)
-    return _become(arguments, environment, folder, descriptors)
+    by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    return _become(arguments, {**environment, **by_imports}, folder, descriptors)
 
 
 def _become(
@@ -163,12 +169,14 @@ def _become(
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # otherwise all workers draw the same; `random` does so by itself
+    variables = dict(environment)
     if prefork := sys.modules.get("recipe.async_pipeline.verl_bridge.rollout.vllm.prefork"):
-        prefork.begin()
+        # Before the variables change, since with them changed no process can set its title any more.
+        prefork.begin(variables)
+    os.environ.clear()
+    os.environ.update(variables)
     # Those two were for the script that runs in this one's place.
     others = ("--serialized-runtime-env-context=", "--language=")
     return [word for word in arguments if not word.startswith(others)]

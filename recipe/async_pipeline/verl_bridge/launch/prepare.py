@@ -37,6 +37,8 @@ from ...errors import AsyncPipelineError, ConfigError
 from ...observe.run_files import run_of, set_aside_run
 from ...observe.table import MARK
 from .. import replaced
+from ..cpu.cpu_overrides import import_in_workers
+from ..cpu.cpu_platform import is_cpu
 from ..process.interrupts import end_with_watch
 from ..rules.config_checks import FOREIGN_PATHS, Checked, _update, checked, remove_keys, set_verls_keys
 from ..rules.config_rules import STOCK_LOSS_CONFIG, reward_model_devices
@@ -154,6 +156,8 @@ def _prepare(config: DictConfig) -> None:
     with open_dict(config):
         _update(config, cluster)
     replaced.apply("driver")
+    if is_cpu():
+        import_in_workers(str(config.actor_rollout_ref.rollout.name))
     _say(line)
     _tell(config, found, notes)
 

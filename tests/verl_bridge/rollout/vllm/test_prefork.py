@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from multiprocessing import forkserver, util
 from pathlib import Path
 from threading import Event
@@ -18,6 +20,7 @@ import pytest
 from recipe.async_pipeline.verl_bridge import replaced
 from recipe.async_pipeline.verl_bridge.rollout.vllm import prefork
 from recipe.async_pipeline.verl_bridge.rollout.vllm.prefork import EARLY, HOME, _Context, begin, started_early
+from tests import HANG_S, REPOSITORY
 
 
 @pytest.fixture
@@ -89,6 +92,12 @@ def test_a_process_has_the_environment_of_its_creator(
     assert found["AFTER"] == "1"
     assert "BEFORE" not in found
     assert found["title"] == "VLLM::EngineCore", "users and `bench` identify the process by its title"
+
+
+def test_with_the_imports_made_the_fork_server_is_a_fork() -> None:
+    command = [sys.executable, "-m", "tests.fakes.preforked"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout.splitlines() == ["True True 0"], done.stderr
 
 
 def test_the_switch_is_added_to_verls_runtime_environment() -> None:

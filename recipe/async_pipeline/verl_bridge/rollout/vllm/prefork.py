@@ -6,8 +6,9 @@ engine core when the server is ready, so the two imports run one after the other
 
 Here the server's process starts a fork server first (`prefork_imports`), which imports and waits; the
 engine core is forked from it. `begin` runs before all slow imports, in processes started for a server,
-which have `EARLY` in their environment. Not used with accelerators, whose libraries do not survive a
-fork.
+which have `EARLY` in their environment. If the server's process is itself a fork of one that has made the
+imports (`cpu/fork_worker.py`), so is the fork server. Not used with accelerators, whose libraries do not
+survive a fork.
 
 Imports neither verl nor vLLM by itself.
 """
@@ -15,9 +16,10 @@ Imports neither verl nor vLLM by itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
-from contextlib import suppress
-from multiprocessing import forkserver, util
+import sys
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from threading import Event
 from typing import Any
@@ -27,6 +29,8 @@ from ... import replaced
 
 EARLY = "ASYNC_PIPELINE_EARLY_ENGINE"
 HOME = "recipe.async_pipeline.verl_bridge.rollout.vllm.prefork_imports"
+IMPORTS = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+"""What engine cores import."""
 _begun = Event()
 
 
@@ -39,8 +43,34 @@ def begin(environment: MutableMapping[str, str] = os.environ) -> None:
     # execute code in this process (CVE-2022-42919).
     setattr(util, "abstract_sockets_supported", False)  # noqa: B010 - typeshed calls it final
     forkserver.set_forkserver_preload([HOME])
-    forkserver.ensure_running()
+    # With these imports the process is a fork that has not started threads yet.
+    with _forks() if all(name in sys.modules for name in IMPORTS) else nullcontext():
+        forkserver.ensure_running()
     _begun.set()
+
+
+@contextmanager
+def _forks() -> Iterator[None]:
+    """Let the fork server be a fork of this process rather than a new interpreter."""
+
+    def fork(path: Any, arguments: Any, descriptors: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        try:
+            # The pipe whose end would end it is also open here.
+            end_with_parent()
+            listener, alive = descriptors
+            forkserver.main(listener, alive, preload=[])
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()  # otherwise `ensure_running` spawns it too
+    spawn = util.spawnv_passfds
+    setattr(util, "spawnv_passfds", fork)  # noqa: B010 - typeshed calls it a function of fixed names
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
 
 
 def use() -> None:
