@@ -112,7 +112,7 @@ TIERS: Mapping[str, Sequence[Stage]] = {
 Lanes = Mapping[str, Sequence[Stage]]
 SHOWN: Lanes = {"style": [stage._replace(decides=False) for stage in STYLE]}
 """Before the other lanes: style is shown, and does not decide."""
-DEFAULT: Lanes = {"jobs": (JOBS,), "unit": (*CHECKS, WHEEL, *UNIT, PROBES), "engine": (ENGINE,)}
+DEFAULT: Lanes = {"jobs": (JOBS, PROBES), "unit": (*CHECKS, WHEEL, *UNIT), "engine": (ENGINE,)}
 """The whole jobs keep more than one core busy only while they start, and each other lane uses one."""
 ORDER: Mapping[str, Sequence[Lanes]] = {
     "": (SHOWN, DEFAULT),
