@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of
 from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
-from tests.e2e.probed_engines import SGLangWithAdapters
+from tests.e2e.probed_engines import SGLangWithAdapters, import_once
 from tests.e2e.versions_probe import Probe, below_likeliest
 
 RANK, ALPHA = 4, 12
@@ -67,4 +67,5 @@ async def run(model_dir: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import_once("sglang")
     sys.stdout.write("\nREPORT " + json.dumps(asyncio.run(run(sys.argv[1]))) + "\n")

@@ -24,7 +24,7 @@ from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import encode
 from tests import HANG_S
-from tests.e2e.probed_engines import ENGINES
+from tests.e2e.probed_engines import ENGINES, import_once
 from tests.e2e.weights import saved_weights
 
 VERSIONS, RESPONSES, TOKENS, MAX_LEN = 5, 32, 8, 64
@@ -107,6 +107,7 @@ async def run(model_dir: str, engine: str, theirs: Any, checkpoints: Path) -> di
 
 
 if __name__ == "__main__":
+    import_once(sys.argv[2])
     other = None if sys.argv[3] == "-" else json.loads(Path(sys.argv[3]).read_text(encoding="utf-8"))
     found = asyncio.run(run(sys.argv[1], sys.argv[2], other, Path(sys.argv[4])))
     sys.stdout.write("\nREPORT " + json.dumps(found) + "\n")

@@ -28,6 +28,7 @@ from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import encode
 from tests import HANG_S
+from tests.e2e.probed_engines import import_once
 
 NAME = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 PROMPT = [20, 21, 11, 22, 23, 29]
@@ -211,4 +212,5 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import_once("vllm")
     sys.stdout.write("\nREPORT " + json.dumps(main(*sys.argv[1:])) + "\n")

@@ -20,7 +20,7 @@ from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import encode
 from tests import HANG_S
-from tests.e2e.probed_engines import ENGINES
+from tests.e2e.probed_engines import ENGINES, import_once
 
 MAX_LEN = 250
 TOKENS = 200
@@ -98,4 +98,5 @@ async def run(model_dir: str, engine: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import_once(sys.argv[2])
     sys.stdout.write("\nREPORT " + json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2]))) + "\n")

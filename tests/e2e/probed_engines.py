@@ -6,14 +6,27 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.verl_bridge import replaced
+from recipe.async_pipeline.verl_bridge.rollout import prefork
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import FORM, Loaded, Salts, VersionedEngine
 from tests import HANG_S
 
+SPAWNING = {"vllm": "vLLM's server", "sglang": "SGLang's server on a CPU"}
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 PIECE_BYTES = 1 << 16
+
+
+def import_once(engine: str) -> None:
+    """Import an engine for this process and its core, which is forked from it. Call it before all else."""
+    name = engine.partition("-")[0]
+    for module in prefork.IMPORTS[name]:
+        import_module(module)
+    prefork.begin({prefork.EARLY: name})
+    replaced.apply(SPAWNING[name])
 
 
 class ProbedEngine(Protocol):

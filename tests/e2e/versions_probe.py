@@ -34,7 +34,7 @@ from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket, encode
 from tests import HANG_S
-from tests.e2e.probed_engines import ENGINES
+from tests.e2e.probed_engines import ENGINES, import_once
 
 WAYS = [*((in_flight, "host") for in_flight in get_args(InFlightPolicy)), ("keep", "device")]
 ASKERS = 6
@@ -186,6 +186,7 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import_once(sys.argv[2])
     sys.stdout.write(
         "\nREPORT " + json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], int(sys.argv[3])))) + "\n"
     )

@@ -10,7 +10,7 @@ import os
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from recipe.async_pipeline.verl_bridge.rollout.vllm import prefork
+from recipe.async_pipeline.verl_bridge.rollout import prefork
 from tests.fakes import waiting
 
 
@@ -19,11 +19,11 @@ def send(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    setattr(prefork, "IMPORTS", ("json",))  # noqa: B010
+    setattr(prefork, "IMPORTS", {"some": ("json",)})  # noqa: B010
     setattr(waiting, "changed_by_the_parent", True)  # noqa: B010
-    prefork.begin({prefork.EARLY: "1"})
+    prefork.begin({prefork.EARLY: "some"})
     ours, theirs = Pipe()
-    process = prefork._Context().Process(target=send, args=(theirs,))
+    process = prefork.Context().Process(target=send, args=(theirs,))
     process.start()
     is_fork, parent = ours.recv()
     process.join()

@@ -2,9 +2,9 @@
 """The only subpackage that may import verl or Ray.
 
 Importing it imports neither. In the process of a rollout server, it starts to load the engine in the
-background, which takes seconds; see `rollout/vllm/prefork.py`.
+background, which takes seconds; see `rollout/prefork.py`.
 """
 
-from .rollout.vllm import prefork
+from .rollout import prefork
 
 prefork.begin()

@@ -289,7 +289,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "vllm.v1.engine.utils",
             "get_mp_context",
-            "rollout.vllm.prefork:forking",
+            "rollout.prefork:forking",
             why="vLLM spawns its engine core, whose imports take seconds; the fork server has made them",
             remove_when="vLLM takes the context of its processes from a setting",
             wraps=True,
@@ -361,6 +361,16 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             "rollout.sglang.lora:target_modules",
             why="verl names modules for adapters that SGLang does not have",
             remove_when="verl names the modules of the adapter",
+        ),
+    ),
+    "SGLang's server on a CPU": (
+        Replacement(
+            "sglang.srt.entrypoints.engine",
+            "mp",
+            "rollout.prefork:forking_module",
+            why="SGLang spawns its processes, whose imports take seconds; the fork server has made them",
+            remove_when="SGLang takes the context of its processes from a setting",
+            wraps=True,
         ),
     ),
     "SGLang's scheduler": (

@@ -177,7 +177,6 @@ NOT_OF_AN_ENGINE: Mapping[str, set[str]] = {
     # Arguments of the command, Python's and torch's modules.
     "lab/gpu_kit/engine_check.py": {"engine", "models", "ranks"},
     "verl_bridge/rollout/vllm/facts.py": {"__qualname__"},
-    "verl_bridge/rollout/vllm/prefork.py": {"abstract_sockets_supported"},
 }
 """Members of run-time objects that are no engine's."""
 

@@ -23,7 +23,7 @@ from recipe.async_pipeline.verl_bridge.calls.control_calls import (
     control,
     server_actor,
 )
-from recipe.async_pipeline.verl_bridge.rollout.vllm import prefork
+from recipe.async_pipeline.verl_bridge.rollout import prefork
 from tests import HANG_S
 from tests.fakes.ray_nodes import start_ray
 
@@ -106,7 +106,7 @@ def open_on(server: Any, requests: int, at_once: int) -> list[Any]:
 @pytest.mark.parametrize("early", [False, True], ids=["plain", "started early"])
 def test_control_calls_wait_for_no_request(cluster: None, requests: int, at_once: int, early: bool) -> None:
     server_class = server_actor(Server)
-    server = started(prefork.started_early(server_class) if early else server_class, at_once)
+    server = started(prefork.started_early(server_class, "of no imports") if early else server_class, at_once)
     try:
         refs = open_on(server, requests, at_once)
         assert answered(server.check.remote()) == (at_once, True)

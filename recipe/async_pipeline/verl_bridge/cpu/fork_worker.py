@@ -37,7 +37,7 @@ AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_")
 AT_IMPORT = ("VERL_", "TORCH", "HF_", "TRANSFORMERS_", "VLLM_", "SGLANG_")
 """Beginnings of the variables that modules read when they are imported."""
 OF_ONE_WORKER = "ASYNC_PIPELINE_EARLY_ENGINE"
-"""See `rollout/vllm/prefork.py`: what this starts belongs to a worker, not to the fork server."""
+"""See `rollout/prefork.py`: what this starts belongs to a worker, not to the fork server."""
 FORKED, REFUSED = b"1", b"0"
 ANSWER_S = 600.0
 """Seconds for the imports."""
@@ -172,7 +172,7 @@ def _become(
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # otherwise all workers draw the same; `random` does so by itself
     variables = dict(environment)
-    if prefork := sys.modules.get("recipe.async_pipeline.verl_bridge.rollout.vllm.prefork"):
+    if prefork := sys.modules.get("recipe.async_pipeline.verl_bridge.rollout.prefork"):
         # Before the variables change, since with them changed no process can set its title any more.
         prefork.begin(variables)
     os.environ.clear()

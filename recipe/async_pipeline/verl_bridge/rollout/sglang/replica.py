@@ -8,6 +8,8 @@ from typing import Any
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
 
 from ...calls.control_calls import server_actor
+from ...cpu.cpu_platform import is_cpu
+from .. import prefork
 from ..standalone_replica import StandaloneReplica
 from .server import PipelineSGLangServer
 
@@ -17,4 +19,5 @@ class PipelineSGLangReplica(StandaloneReplica, SGLangReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = server_actor(PipelineSGLangServer)
+        server_class = server_actor(PipelineSGLangServer)
+        self.server_class = prefork.started_early(server_class, "sglang") if is_cpu() else server_class

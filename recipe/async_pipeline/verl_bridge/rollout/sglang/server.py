@@ -15,6 +15,7 @@ from ....errors import EngineDeadError
 from ....weight_sync.engine.versioned_engine import Loaded, Salts
 from ... import replaced
 from ...cpu.cpu_platform import is_cpu
+from .. import prefork
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import lora, scheduler
 from .arguments import CORES, all_cores, cpu_arguments
@@ -33,6 +34,8 @@ def use_own_children(config: Any, run_scheduler: Callable[..., None]) -> None:
         os.environ.setdefault(CORES, all_cores(int(config.tensor_model_parallel_size)))
     config.engine_kwargs["sglang"] = arguments
     replaced.apply("SGLang's server", run_scheduler=run_scheduler)
+    if prefork.begun():
+        replaced.apply("SGLang's server on a CPU")
 
 
 class PipelineSGLangServer(VersionedServer, SGLangHttpServer):

@@ -9,8 +9,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from ...calls.control_calls import server_actor
 from ...cpu.cpu_platform import is_cpu
+from .. import prefork
 from ..standalone_replica import StandaloneReplica
-from . import prefork
 from .server import PipelineVLLMServer
 
 
@@ -20,4 +20,4 @@ class PipelineVLLMReplica(StandaloneReplica, vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         server_class = server_actor(PipelineVLLMServer)
-        self.server_class = prefork.started_early(server_class) if is_cpu() else server_class
+        self.server_class = prefork.started_early(server_class, "vllm") if is_cpu() else server_class

@@ -15,9 +15,10 @@ from ....console import echo
 from ....core.items import LoadReport
 from ....observe.table import MARK
 from ....weight_sync.engine.versioned_engine import FORM, Loaded, Salts
+from ... import replaced
 from ...cpu.cpu_platform import is_cpu
+from .. import prefork
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
-from . import prefork
 from .engine import progress_by_name, rejections, serve_versions
 from .facts import engine_line
 from .plugin import IN_PROCESS
@@ -67,7 +68,8 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
         # Other users of this machine are excluded too: the engine's sockets are in a directory open to
         # all.
         os.umask(0o077)
-        prefork.use()
+        if prefork.begun():
+            replaced.apply("vLLM's server")
         node, self._server_address = self._server_address, loopback_of(self._server_address)
         await super().run_server(args)
         if not await is_one_node():

@@ -21,8 +21,6 @@ FILES: Mapping[str, str] = {
     "verl_bridge/rollout/vllm/facts.py": "start of an engine",
     "verl_bridge/rollout/vllm/layout.py": "proof",
     "verl_bridge/rollout/vllm/plugin.py": "weight load",
-    "verl_bridge/rollout/vllm/prefork.py": "start of an engine on a CPU",
-    "verl_bridge/rollout/vllm/prefork_imports.py": "start of an engine on a CPU",
     "verl_bridge/rollout/vllm/server.py": "weight load",
     "verl_bridge/rollout/vllm/worker.py": "weight load",
 }

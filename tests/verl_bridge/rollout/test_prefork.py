@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.verl_bridge import replaced
-from recipe.async_pipeline.verl_bridge.rollout.vllm import prefork
-from recipe.async_pipeline.verl_bridge.rollout.vllm.prefork import EARLY, HOME, _Context, begin, started_early
+from recipe.async_pipeline.verl_bridge.rollout import prefork
+from recipe.async_pipeline.verl_bridge.rollout.prefork import EARLY, FIRST, Context, begin, started_early
 from tests import HANG_S, REPOSITORY
 
 
@@ -38,25 +38,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_only_a_server_process_starts_the_fork_server(
-    started: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    applied: list[str] = []
-    monkeypatch.setattr(replaced, "apply", applied.append)
+def test_only_a_server_process_starts_the_fork_server(started: list[Any]) -> None:
     begin({})
-    prefork.use()
-    assert not started and not applied
-    begin({EARLY: "1"})
-    prefork.use()
-    assert started and applied == ["vLLM's server"]
+    assert not started and not prefork.begun()
+    begin({EARLY: "other"})
+    assert started and prefork.begun()
 
 
 def test_the_fork_server_does_not_inherit_the_switch(
     started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(EARLY, "1")
+    monkeypatch.setenv(EARLY, "other")
     begin()
-    assert started == [[HOME], (False, False)], "without the switch; with a socket in a private folder"
+    assert started == [[FIRST], (False, False)], "without the switch; with a socket in a private folder"
 
 
 @pytest.mark.slow
@@ -66,8 +60,8 @@ def test_vllm_forks_processes_from_the_fork_server(
     utils = pytest.importorskip("vllm.v1.engine.utils")
     calls = []
     monkeypatch.setattr(utils, "get_mp_context", lambda: calls.append("vLLM's own"))
-    begin({EARLY: "1"})
-    prefork.use()
+    begin({EARLY: "other"})
+    replaced.apply("vLLM's server")
     assert utils.get_mp_context().get_start_method() == "forkserver"
     assert calls == ["vLLM's own"]
 
@@ -85,7 +79,7 @@ def test_a_process_has_the_environment_of_its_creator(
     forkserver.ensure_running()
     monkeypatch.delenv("BEFORE")
     monkeypatch.setenv("AFTER", "1")
-    process = _Context().Process(target=_write_environment, args=(tmp_path / "environment",))
+    process = Context().Process(target=_write_environment, args=(tmp_path / "environment",))
     process.start()
     process.join()
     found = json.loads((tmp_path / "environment").read_text())
@@ -105,10 +99,10 @@ def test_the_switch_is_added_to_verls_runtime_environment() -> None:
         def options(self, **options: Any) -> dict[str, Any]:
             return options
 
-    made = started_early(Class()).options(
+    made = started_early(Class(), "other").options(
         name="a server", runtime_env={"env_vars": {"A": "1"}, "working_dir": None}
     )
     assert made == {
         "name": "a server",
-        "runtime_env": {"env_vars": {"A": "1", EARLY: "1"}, "working_dir": None},
+        "runtime_env": {"env_vars": {"A": "1", EARLY: "other"}, "working_dir": None},
     }
