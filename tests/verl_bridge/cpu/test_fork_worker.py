@@ -18,7 +18,7 @@ import ray
 from ray._private import ray_constants
 
 from recipe.async_pipeline.verl_bridge.cpu import fork_worker
-from tests import HANG_S
+from tests import HANG_S, REPOSITORY
 from tests.fakes.ray_nodes import start_ray
 from tests.fakes.waiting import until
 
@@ -33,6 +33,7 @@ def ray_with(imports: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", fork_worker.__file__)
         patch.setenv(fork_worker.IMPORTS, imports)
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
         start_ray()
         try:
             yield
