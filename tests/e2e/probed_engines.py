@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
+from multiprocessing import active_children
 from typing import Any, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
@@ -227,6 +228,11 @@ class SGLang:
         return output
 
     def shutdown(self) -> None:
+        # SGLang ends all processes at once and waits for each; one whose parent, the fork server, has ended
+        # before it may never be reaped.
+        for child in active_children():
+            child.kill()
+            child.join()
         self._engine.shutdown()
 
 
