@@ -12,7 +12,6 @@ import glob
 import json
 import netrc
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import constants
 
 from ...config.adapters import adapter_rank
 from ...config.batch_sizes import BATCH
@@ -29,6 +27,7 @@ from ...config.paths import hint, select
 from ...config.training_engine import OTHERS
 from ..reward.default_function import uses_default, verl_knows
 from ..rules.megatron_rules import makes_adapters
+from ..rules.model_rules import HUB_NAME, cached_config
 from .chat_check import in_a_line, why_no_chat
 from .light_verl import registered_agent_loops
 
@@ -41,7 +40,6 @@ FORMATS = (".parquet", ".json", ".jsonl")
 """What verl's data set reads."""
 WHOLE_JSON_BYTES = 64 << 20
 """A larger JSON file that is one array is not read here."""
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 class InputFault(NamedTuple):
@@ -250,11 +248,11 @@ def _faults_of_model(key: str, name: str) -> Iterator[InputFault]:
             )
         return
     note = f"{key}={name}, which is not on this machine"
-    if not _HUB_NAME.fullmatch(name):
+    if not HUB_NAME.fullmatch(name):
         yield InputFault(
             f"{key} must be a model's folder or its name on the Hub, got {name!r}; correct it", note
         )
-    elif constants.HF_HUB_OFFLINE and not _is_cached(name):
+    elif constants.HF_HUB_OFFLINE and cached_config(name) is None:
         yield InputFault(
             f"{key} must be on this machine with HF_HUB_OFFLINE=1, got {name!r}, which is neither a folder "
             "nor in the Hub's cache; correct it, or download the model",
@@ -269,13 +267,6 @@ def _listed_weights(folder: Path) -> Iterator[str]:
             yield from sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue
-
-
-def _is_cached(name: str) -> bool:
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        return False
 
 
 def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:

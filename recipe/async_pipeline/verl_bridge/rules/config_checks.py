@@ -33,6 +33,7 @@ from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched
 from ...installed.verl import find_verl_root
 from ...stages.custom import insert_custom_stages
+from .. import replaced
 from ..launch import light_verl
 from ..launch.inputs import faults
 from ..launch.run_config import address_to_join, notes_on_machine
@@ -95,6 +96,7 @@ def checked(config: DictConfig, *, planning: bool = False) -> Checked | None:
     Raises ConfigError with all problems, or PatchedVerlRequired, if the pipeline could not run; leaves the
     config as it is.
     """
+    replaced.apply("configuration")
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
         require_no_stray_keys(raw)
