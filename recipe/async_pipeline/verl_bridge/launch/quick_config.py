@@ -19,7 +19,7 @@ def with_libyaml(get_yaml_loader: Callable[[], Any]) -> Callable[[], Any]:
         stock = get_yaml_loader()
         if not yaml.__with_libyaml__:
             return stock
-        from yaml.cyaml import CParser
+        from yaml.cyaml import CParser  # type: ignore[import-untyped]
 
         class Loader(CParser, stock):  # type: ignore[misc, valid-type]
             def __init__(self, stream: Any) -> None:
