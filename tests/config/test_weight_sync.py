@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.async_pipeline.config.weight_sync import SHORT_COMMIT_S, WeightSyncConfig, concurrent_loads
-from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.config.weight_sync import SHORT_COMMIT_S, concurrent_loads
 
 
 @pytest.mark.parametrize(
@@ -23,10 +22,3 @@ def test_an_eighth_of_the_replicas_load_at_once_by_default(
 @pytest.mark.parametrize(("asked", "at_once"), [(None, 24), (2, 2), (99, 24)])
 def test_short_loads_take_no_turns_by_default(asked: int | None, at_once: int) -> None:
     assert concurrent_loads(asked, 24, SHORT_COMMIT_S) == at_once
-
-
-@pytest.mark.parametrize("reuse", [True, "session"])
-def test_responses_that_restart_do_not_use_old_prefixes(reuse: bool | str) -> None:
-    message = f"in_flight_policy must be keep or drain with reuse_prefixes={reuse}, got 'abort'"
-    with pytest.raises(ConfigError, match=message):
-        WeightSyncConfig(reuse_prefixes=reuse, in_flight_policy="abort")  # type: ignore[arg-type]
