@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs that are refused, and the words: `tests/config/refusals.txt`, replayed in `test_refusals.py` there
-and, where verl is needed, in `tests/verl_bridge/rules/test_config_checks.py`.
+"""What is refused, and the words, in files: configs in `tests/config/refusals.txt`, requests of agents in
+`tests/gateway/refusals.txt`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ import yaml
 
 from recipe.async_pipeline.errors import ConfigError
 
-FILE = Path(__file__).parent / "config" / "refusals.txt"
+TESTS = Path(__file__).parent
 
 
 class Refused(NamedTuple):
-    """A case of the file."""
+    """A case of a file."""
 
     line: int
     section: str
@@ -28,19 +29,21 @@ class Refused(NamedTuple):
     message: str
     """Where it has an ellipsis, anything may stand."""
 
-    def replay(self, check: Callable[[dict[str, Any]], object]) -> None:
+    def replay(self, check: Callable[[dict[str, Any]], object], error: type[Exception] = ConfigError) -> None:
         """Require that the changes are refused in these words."""
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(error) as caught:
             check(self.changes)
         words = ".*".join(map(re.escape, self.message.split("…")))
-        assert re.fullmatch(words, str(caught.value), re.DOTALL), f"{FILE.name}:{self.line}: {caught.value}"
+        assert re.fullmatch(words, str(caught.value), re.DOTALL), f"line {self.line}: {caught.value}"
 
 
-def read_cases() -> list[Refused]:
+@cache
+def read_cases(folder: str) -> list[Refused]:
     """Return the cases: changes on a line as YAML, then the message, indented by four spaces."""
     cases: list[Refused] = []
     section = ""
-    for number, line in enumerate(FILE.read_text(encoding="utf-8").splitlines(), 1):
+    lines = (TESTS / folder / "refusals.txt").read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
         if line.startswith("["):
             section = line[1:-1]
         elif line.startswith("{"):
@@ -51,10 +54,7 @@ def read_cases() -> list[Refused]:
     return cases
 
 
-CASES = read_cases()
-
-
-def cases_of(*sections: str) -> pytest.MarkDecorator:
-    """Return a mark that gives a test the cases of some sections as `case`."""
-    chosen = [case for case in CASES if case.section in sections]
+def cases_of(section: str, folder: str = "config") -> pytest.MarkDecorator:
+    """Return a mark that gives a test the cases of a section, or of all, as `case`."""
+    chosen = [case for case in read_cases(folder) if section in (case.section, "all")]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: f"{case.section}-{case.line}")
