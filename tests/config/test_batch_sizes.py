@@ -119,7 +119,7 @@ def test_the_reason_names_the_samples() -> None:
 
 @cases_of("sizes")
 def test_what_verl_could_not_divide_is_refused(case: Refused) -> None:
-    """Names without a dot are arguments of `check`; `batch` has those of the function."""
+    """Names without a dot are arguments of `check`; `batch` has the arguments of the function."""
     changes = {path: value for path, value in case.changes.items() if "." in path}
     options = {name: value for name, value in case.changes.items() if "." not in name}
     sizes = batch(*options.pop("batch", ())) if "batch" in options else {}
