@@ -50,17 +50,18 @@ PERSONAL_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|root|Users|work)/\w")
 @cache
 def imports(module: str) -> Sequence[str]:
     """Return absolute dotted names of everything that a module imports, anywhere in it."""
-    return [*imports_in(module)]
+    return [name for name, _ in imports_in(module)]
 
 
-def imports_in(module: str) -> Iterator[str]:
+def imports_in(module: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield what each statement imports, and the names that it takes from there."""
     package = [*OWN_NAME.split("."), *module.split("/")[:-1]]
     for node in nodes_of(module):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            yield ".".join([*base, *filter(None, [node.module])])
+            yield ".".join([*base, *filter(None, [node.module])]), [alias.name for alias in node.names]
 
 
 TESTS = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").rglob("test_*.py"))
@@ -246,20 +247,11 @@ def test_a_launch_loads_no_tool() -> None:
 @cache
 def imported_modules(module: str) -> frozenset[str]:
     """Return the modules of this package that a module imports, anywhere in it; `__init__.py` as itself."""
-    package = [*OWN_NAME.split("."), *module.split("/")[:-1]]
     dotted: set[str] = set()
-    for node in nodes_of(module):
-        if isinstance(node, ast.Import):
-            dotted |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(
-                [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
-                if node.level
-                else filter(None, [node.module])
-            )
-            names = {f"{base}.{alias.name}" for alias in node.names}
-            submodules = {name for name in names if file_of(name)}
-            dotted |= submodules | ({base} if names - submodules else set())
+    for base, taken in imports_in(module):
+        names = {f"{base}.{name}" for name in taken}
+        submodules = {name for name in names if file_of(name)}
+        dotted |= submodules | ({base} if names - submodules or not names else set())
     return frozenset(filter(None, map(file_of, dotted))) - {module}
 
 

@@ -18,8 +18,7 @@ import pytest
 from recipe.async_pipeline import __version__
 from recipe.async_pipeline.tools.patches.verl_source import read_pin
 from tests import HANG_S, REPOSITORY
-
-PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
+from tests.source_tree import MODULES, PACKAGE, nodes_of
 
 DISTRIBUTIONS = {"PIL": "pillow", "hydra": "hydra-core", "yaml": "pyyaml"}
 """Distribution names that differ from the name that is imported."""
@@ -45,8 +44,8 @@ def lists() -> dict[str, list[str]]:
 
 def imported() -> Iterator[tuple[str, str]]:
     """Yield the top-level name and the file of each third-party import."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module in MODULES:
+        for node in nodes_of(module):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -55,7 +54,7 @@ def imported() -> Iterator[tuple[str, str]]:
             for name in names:
                 top = name.split(".")[0]
                 if top not in sys.stdlib_module_names and top != "recipe":
-                    yield top, str(path.relative_to(PACKAGE))
+                    yield top, module
 
 
 def test_requirements_and_imports_match() -> None:

@@ -12,8 +12,7 @@ from recipe.async_pipeline.config import aliases
 from recipe.async_pipeline.config.aliases import FOREIGN, SET_BY_OTHERS, losses_of_images
 from recipe.async_pipeline.config.schema import knob_paths
 from recipe.async_pipeline.config.translation import resolve
-from recipe.async_pipeline.errors import ConfigError
-from tests.fakes.alias_values import ACTOR, FLAT, LOSS, NESTED, ROLLOUT, nested
+from tests.fakes.alias_values import ACTOR, FLAT, LOSS, NESTED, nested
 
 
 def test_a_script_with_flat_keys() -> None:
@@ -34,28 +33,9 @@ def test_a_script_with_nested_keys() -> None:
     assert found.verl == {f"{ACTOR}.clip_ratio{end}": 1e-5 for end in ("", "_low", "_high")}
 
 
-def test_two_systems_that_disagree_are_refused() -> None:
-    both = nested((f"{ROLLOUT}.noise_level", 0.8), (f"{ROLLOUT}.algo.noise_level", 0.7))
-    with pytest.raises(ConfigError, match=r"asks for diffusion.noise_level=0.7 but .*; keep one of them"):
-        resolve(both)
-
-
-def test_a_window_without_a_size_names_the_key() -> None:
-    with pytest.raises(ConfigError, match=rf"sde_window_size; set it \(.*set by {ROLLOUT}.sde_window_range"):
-        resolve(nested((f"{ROLLOUT}.sde_window_range", [0, 5])))
-
-
 @pytest.mark.parametrize("path", ["trainer.clip_ratio", "actor_rollout_ref.rollout.loss_mode", "data.seed"])
 def test_names_that_verl_has_too_are_left_alone(path: str) -> None:
     resolve(nested((path, 0.2)))
-
-
-@pytest.mark.parametrize(
-    "path", ["trainer.sde_window_range", "trainer.guidance_scale", "script.algo.noise_level"]
-)
-def test_names_that_verl_has_not_are_refused_in_other_places(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"{path} is misplaced"):
-        resolve(nested((path, 1.0)))
 
 
 def test_every_key_sets_knobs() -> None:

@@ -8,27 +8,18 @@ import pytest
 from recipe.async_pipeline.config.divisibility import check_divides, check_replicas, divisor_below
 from recipe.async_pipeline.config.placement import Pool
 from recipe.async_pipeline.errors import ConfigError
+from tests.refusals import Refused, cases_of
 
 
-def test_samples_must_divide_evenly() -> None:
-    check_divides(Pool("a", ("train",), (8,)), 128, "a mini-batch")
-    with pytest.raises(
-        ConfigError, match="a mini-batch, 128 samples, .* 6 devices of pool a; nearest sizes are 4 and 8"
-    ):
-        check_divides(Pool("a", ("train",), (6,)), 128, "a mini-batch")
-    with pytest.raises(ConfigError, match="nearest sizes are 5$"):
-        check_divides(Pool("a", ("train",), (6,)), 5, "a mini-batch")
+@cases_of("samples")
+def test_samples_must_divide_evenly(case: Refused) -> None:
+    def check(sizes: dict[str, int]) -> None:
+        pool = Pool("a", ("train",), (sizes["devices"],))
+        check_divides(pool, sizes["samples"], "a mini-batch", sizes.get("ranks", 1))
 
-
-def test_devices_that_share_a_sequence_count_once() -> None:
-    pool = Pool("a", ("train",), (8,))
-    check_divides(pool, 12, "a mini-batch", 2)
-    with pytest.raises(
-        ConfigError,
-        match=r"6 samples, must be divisible by the 4 data-parallel ranks \(8 devices of pool a, "
-        r"2 for each rank\); nearest sizes are 6 and 12 devices$",
-    ):
-        check_divides(pool, 6, "a mini-batch", 2)
+    check({"devices": 8, "samples": 128})
+    check({"devices": 8, "samples": 12, "ranks": 2})
+    case.replay(check)
 
 
 def test_the_nearest_divisor_below() -> None:
@@ -38,42 +29,15 @@ def test_the_nearest_divisor_below() -> None:
 TP = "tensor_model_parallel_size"
 
 
-@pytest.mark.parametrize(
-    ("per_node", "size", "why"),
-    [
-        (
-            (8, 8),
-            12,
-            "must be a multiple of the 8 rollout devices of a node if a replica takes several nodes, got 12; "
-            "set it to 8 or 16$",
-        ),
-        (
-            (8, 8, 8),
-            16,
-            "must divide the 3 nodes of 8 rollout devices, got 16, which is 2 nodes for each replica; set it "
-            "to 8, or give the rollout 2 or 4 nodes$",
-        ),
-        ((4, 4), 12, "must divide the 2 nodes .* set it to 8, or give the rollout 3 nodes$"),
-        (
-            (6, 6),
-            4,
-            "must divide the 2 nodes of 6 rollout devices, got 4; set it to 3 or give .* 4 or 8 .* each",
-        ),
-        (
-            (6,),
-            4,
-            "must divide the 6 rollout devices, got 4; set it to 3 or give the rollout 4 or 8 devices$",
-        ),
-        ((4,), 8, "must divide the 4 rollout devices, got 8; set it to 4 or give the rollout 8 devices"),
-        ((4,), 0, "must divide the 4 rollout devices, got 0; set it to 1 or give the rollout 1 devices"),
-    ],
-)
-def test_replicas_fill_nodes(per_node: tuple[int, ...], size: int, why: str) -> None:
-    pool = Pool("a", ("generate",), per_node)
-    with pytest.raises(ConfigError, match=f"^{TP} {why}"):
-        check_replicas(pool, size, TP)
+@cases_of("replicas")
+def test_replicas_fill_nodes(case: Refused) -> None:
+    def check(per_node: list[int], size: int) -> None:
+        check_replicas(Pool("a", ("generate",), tuple(per_node)), size, TP)
+
+    case.replay(lambda sizes: check(**sizes))
+    per_node = case.changes["per_node"]
     for fits in (n for n in range(1, per_node[0] + 1) if per_node[0] % n == 0):
-        check_replicas(pool, fits, TP)
+        check(per_node, fits)
 
 
 @pytest.mark.parametrize(

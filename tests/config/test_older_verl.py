@@ -3,57 +3,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from recipe.async_pipeline.config.older_verl import MOVED, asks_for_pipeline, corrected, modernised
-from recipe.async_pipeline.config.paths import OWN, nested
+from recipe.async_pipeline.config.paths import nested
 from recipe.async_pipeline.config.refusals import Settings, refuse
 from recipe.async_pipeline.config.verl_options import RULES
 from recipe.async_pipeline.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
-SIZES = [f"{ROLLOUT}.{name}_size" for name in ("data_parallel", "tensor_model_parallel", "expert_parallel")]
-BUCKET = f"++{OWN}.weight_sync.gather_bucket_size_mb=512"
+CASES = yaml.safe_load((Path(__file__).parent / "older_verl.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("word", "becomes"),
-    [
-        ("custom_reward_function.path=a.py", ["reward.custom_reward_function.path=a.py"]),
-        ("+custom_reward_function.reward_kwargs.a=1", ["++reward.custom_reward_function.reward_kwargs.a=1"]),
-        ("reward_model.reward_manager=dapo", ["reward.reward_manager.name=dapo"]),
-        ("+reward_model.reward_kwargs.max_resp_len=8", ["++reward.reward_kwargs.max_resp_len=8"]),
-        ("reward_model.overlong_buffer.len=8", ["++reward.reward_kwargs.overlong_buffer_cfg.len=8"]),
-        ("+algorithm.rollout_is=True", [f"{CORRECTION}.rollout_is=token"]),
-        ("algorithm.rollout_is_threshold=2.0", [f"{CORRECTION}.rollout_is_threshold=2.0"]),
-        (
-            f"{ACTOR}.tis_imp_ratio_cap=2.0",
-            [f"{CORRECTION}={{rollout_is:token,rollout_is_threshold:2.0}}"],
-        ),
-        (f"{ACTOR}.tis_imp_ratio_cap=-1", [f"{CORRECTION}={{rollout_is:null}}"]),
-        ("reward_model.model.path=rm", ["reward.reward_model.model_path=rm"]),
-        ("critic.model.fsdp_config.param_offload=True", ["critic.fsdp.param_offload=True"]),
-        (f"{ACTOR}.checkpoint.contents=[model]", [f"{ACTOR}.checkpoint.save_contents=[model]"]),
-        (
-            f"{ACTOR}.fsdp_config.strategy=fsdp2",
-            [f"{ACTOR}.fsdp_config.strategy=fsdp2", f"{ACTOR}.strategy=fsdp2"],
-        ),
-        (f"{ACTOR}.grad_clip=0.5", [f"{ACTOR}.optim.clip_grad=0.5"]),
-        (f"{ACTOR}.router_replay.mode=R2", [f"{ACTOR}.megatron.router_replay.mode=R2"]),
-        (f"+{ACTOR}.policy_loss.tau_pos=1.0", [f"{ACTOR}.tau_pos=1.0"]),
-        (f"{ROLLOUT}.n_agent=5", [f"{ROLLOUT}.n=5"]),
-        (f"{ROLLOUT}.mode=sync", [f"{ROLLOUT}.mode=async"]),
-        (f"{ROLLOUT}.name=hf", [f"{ROLLOUT}.name=vllm"]),
-        (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=512", [BUCKET]),
-        ("trainer.v1.sampler.max_off_policy_threshold=4", [f"++{OWN}.staleness.max_lag=3"]),
-        ("trainer.v1.sampler.max_off_policy_strategy=wait", [f"++{OWN}.staleness.straggler=wait"]),
-        ("trainer.v1.trainer_mode=separate_async", ["++async_strategy=fully_async"]),
-        (f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs=1", [f"++{ROLLOUT}.engine_kwargs.vllm.max_logprobs=1"]),
-    ],
-)
+@pytest.mark.parametrize(("word", "becomes"), CASES["words"])
 def test_a_word_is_rewritten_with_a_note(word: str, becomes: list[str]) -> None:
     found, notes = modernised([word])
     assert found == becomes
@@ -142,106 +109,7 @@ def test_a_chosen_strategy_stays_with_a_trainer_of_verl() -> None:
     assert found == ["+async_strategy=one_step_off"] and "the chosen strategy" in note
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        (
-            {"actor_rollout_ref.model.lora_rank": 8, f"{ACTOR}.strategy": "fsdp"},
-            {f"{ACTOR}.strategy": "fsdp2"},
-        ),
-        ({"actor_rollout_ref.model.lora_rank": 0, f"{ACTOR}.strategy": "fsdp"}, {}),
-        (
-            {"trainer.resume_mode": "auto", "trainer.resume_from_path": "x"},
-            {"trainer.resume_from_path": None},
-        ),
-        ({"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "x"}, {}),
-        (
-            {f"{ACTOR}.fsdp_config.dtype": "float16", "critic.fsdp.dtype": "bfloat16"},
-            {f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "fp16"},
-        ),
-        ({"critic.fsdp": {"dtype": "float32", "mixed_precision": {"param_dtype": "bf16"}}}, {}),
-        (
-            {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
-            {f"{ROLLOUT}.checkpoint_engine.backend": "dual_buffer"},
-        ),
-        ({f"{ROLLOUT}.checkpoint_engine.backend": "naive"}, {}),
-        *(
-            (
-                {"reward.reward_kwargs": kwargs, "data.max_response_length": 9},
-                {"reward.reward_kwargs.max_resp_len": 9} if sets else {},
-            )
-            for kwargs, sets in (
-                ({"overlong_buffer_cfg": {"enable": True}}, True),
-                ({"overlong_buffer_cfg": {"enable": True}, "max_resp_len": 5}, False),
-                ({"overlong_buffer_cfg": {"enable": False}}, False),
-            )
-        ),
-        (
-            {"actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "dummy"},
-            {f"{ROLLOUT}.load_format": "auto"},
-        ),
-        ({f"{ROLLOUT}.load_format": "dummy"}, {}),
-        *(
-            (
-                dict(zip(SIZES, sizes, strict=True)) | {"trainer.n_gpus_per_node": 8},
-                dict(zip(SIZES, becomes, strict=False)),
-            )
-            for sizes, becomes in (
-                ((8, 1, 8), (1, 8)),
-                ((2, 4, 1), (1,)),
-                ((2, 8, 16), ()),
-                ((1, 8, 8), ()),
-            )
-        ),
-        *(
-            (
-                {CORRECTION: section, f"{ACTOR}.policy_loss.loss_mode": mode},
-                {
-                    f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
-                    f"{ACTOR}.policy_loss.rollout_correction": section,
-                }
-                if corrects
-                else {},
-            )
-            for section, mode, corrects in (
-                ({"bypass_mode": True, "rollout_is": "token"}, "vanilla", True),
-                ({"bypass_mode": True, "rollout_rs": "seq_max_k2"}, "vanilla", True),
-                ({"bypass_mode": True, "loss_type": "reinforce"}, None, True),
-                ({"bypass_mode": True}, "bypass_mode", True),
-                ({"bypass_mode": True, "loss_type": "ppo_clip"}, "vanilla", False),
-                ({"bypass_mode": True, "rollout_is": "token"}, "gspo", False),
-                ({"bypass_mode": False, "rollout_is": "token"}, "vanilla", False),
-            )
-        ),
-        (
-            {f"{ACTOR}.checkpoint.save_contents": ["model", "hf_model"]},
-            {f"{ACTOR}.checkpoint.save_contents": ["model", "hf_model", "optimizer", "extra"]},
-        ),
-        (
-            {"reward.reward_model": {"enable": True, "rollout": {"tensor_model_parallel_size": 2}}},
-            {
-                "reward.reward_model.enable_resource_pool": True,
-                "reward.reward_model.nnodes": 1,
-                "reward.reward_model.n_gpus_per_node": 2,
-                "reward.reward_model.rollout.free_cache_engine": False,
-            },
-        ),
-        (
-            {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4, f"{ACTOR}.ppo_micro_batch_size": 16},
-            {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2, f"{ACTOR}.ppo_micro_batch_size": None},
-        ),
-        ({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4, f"{ACTOR}.ppo_micro_batch_size": 12}, {}),
-        (
-            {
-                "critic.strategy": "megatron",
-                "algorithm.adv_estimator": "gae",
-                f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
-                "critic.megatron.tensor_model_parallel_size": 1,
-            },
-            {"critic.megatron.tensor_model_parallel_size": 2},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("raw", "expected"), CASES["settings"])
 def test_what_a_run_needs_is_set_with_the_reason(raw: dict[str, Any], expected: dict[str, Any]) -> None:
     found = corrected(nested(raw))
     assert {path: value for path, (value, _) in found.items()} == expected

@@ -56,25 +56,6 @@ def test_logp_and_its_neighbour_may_share() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("ratios", "why"),
-    [
-        ([0.5, 0.5, 0.5], "must be \\[train, logp, ref_logp, generate\\]"),
-        ("0.5", "must be \\[train, logp, ref_logp, generate\\]"),
-        ([0.5, 0.5, 0.5, 0], "above 0 and at most 1, got 0"),
-        ([0.5, 0.5, 0.5, True], "above 0 and at most 1, got True"),
-        ([0.5, 0.5, 0.5, 0.4], "no sharing of pools makes them sum to 1"),
-        (
-            [0.25, 0.25, 0.25, 0.5],
-            "they sum to 1 in 2 ways, train \\| logp\\+ref_logp and train\\+logp \\| ref_logp",
-        ),
-    ],
-)
-def test_invalid_ratios_are_refused(ratios: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"trainer.use_nodes_ratios.*{why}"):
-        pools_of_ratios(ratios)
-
-
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=4))
 def test_accepted_ratios_use_every_device(parts: list[int]) -> None:
     try:
@@ -93,54 +74,6 @@ def test_groups_of_stages_with_a_share_each() -> None:
         "ref_logp": (("ref_logp",), (1,)),
         "generate": (("generate",), (1,)),
     }
-
-
-@pytest.mark.parametrize(
-    ("tasks", "ratios", "why"),
-    [
-        ("train", [1], "must be a list of stages"),
-        ([["train"], "generate"], [0.5], "must have a share for each of the 2 entries"),
-        ([["train"], "generate"], None, "must have a share for each of the 2 entries"),
-        ([["train"], "generat"], [0.5, 0.5], "did you mean 'generate'"),
-        ([["train"], "generate", "train"], [0.5, 0.25, 0.25], "must name train once"),
-        ([["train", "generate"]], [1.0], "must be \\[generate\\] alone"),
-        (["generate"], [1.0], "must have a pool for train"),
-        ([[], "generate"], [0.5, 0.5], "must be a list of roles"),
-    ],
-)
-def test_invalid_groups_are_refused(tasks: Any, ratios: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        pools_of_tasks(tasks, ratios)
-
-
-@pytest.mark.parametrize(
-    ("pools", "why"),
-    [
-        ([], "must map names of pools"),
-        ({}, "must map names of pools"),
-        ({"a": 3}, "pools.a must have roles"),
-        ({"a": {"roles": ["train"], "device": 1}}, "pools.a.device is unknown"),
-        ({"a": {"roles": "train", "devices": 1}}, "pools.a.roles must be a list"),
-        ({"a": {"roles": ["reward"], "devices": 1}}, "pools.a.roles must be of train"),
-        ({"a": {"roles": ["train"]}}, "devices or share, got neither"),
-        ({"a": {"roles": ["train"], "devices": 1, "share": 0.5}}, "devices or share, got both"),
-        ({"a": {"roles": ["train"], "devices": 0}}, "devices must be a whole number >= 1"),
-        ({"a": {"roles": ["train"], "devices": True}}, "devices must be a whole number >= 1"),
-        ({"a": {"roles": ["train"], "share": 1.5}}, "share must be above 0 and at most 1"),
-        (
-            {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["train", "logp"], "devices": 1}},
-            "must name train once, got it in a and b",
-        ),
-        ({"a": {"roles": ["train"], "devices": 1}}, "must have a pool for generate"),
-        (
-            {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["generate"], "share": 0.5}},
-            "all sizes as devices or all as shares",
-        ),
-    ],
-)
-def test_pools_are_checked(pools: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        wishes_of(pools)
 
 
 # Whole devices.

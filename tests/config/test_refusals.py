@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row applies under its condition, and its message has the path, the rule, the value and the remedy."""
+"""A row applies under its condition, and its message has the path, the rule, the value and the remedy.
+Configs that are refused, and the words, are in `refusals.txt`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,19 @@ from recipe.async_pipeline.config.refusals import (
     whole_or_none,
 )
 from recipe.async_pipeline.config.schema import AsyncPipelineConfig
+from recipe.async_pipeline.config.translation import resolve
 from recipe.async_pipeline.errors import ConfigError
+from tests.refusals import Refused, cases_of
+
+
+@cases_of("config")
+def test_a_config_is_refused(case: Refused) -> None:
+    case.replay(lambda changes: resolve(nested(changes)))
+
+
+@cases_of("knobs")
+def test_knobs_are_refused(case: Refused) -> None:
+    case.replay(lambda knobs: resolve(nested({f"{OWN}.{name}": value for name, value in knobs.items()})))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The words on loss and correction say what the run computes; a parameter that a worker would refuse is
-refused here.
+refused here. Names of losses load without torch.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.config.loss_modes import LOSS_OF_VARIANT, OWN_LOSSES
+from recipe.async_pipeline.config.paths import nested
 from recipe.async_pipeline.config.rollout_correction import (
     CORRECTION,
     ESTIMATOR,
@@ -19,89 +23,41 @@ from recipe.async_pipeline.config.rollout_correction import (
     describe_correction,
 )
 from recipe.async_pipeline.errors import ConfigError
-from tests.fakes.alias_values import nested
+from tests import REPOSITORY
+from tests.refusals import Refused, cases_of
+
+
+def test_every_variant_of_roll_has_a_loss() -> None:
+    assert set(LOSS_OF_VARIANT) == {"vanilla", "ppo", "tis", "topr", "cispo", "kimi15"}
+    assert set(OWN_LOSSES) < set(LOSS_OF_VARIANT.values())
+
+
+def test_the_plain_policy_gradient_is_not_verls_vanilla() -> None:
+    assert LOSS_OF_VARIANT["ppo"] == "vanilla"
+    assert LOSS_OF_VARIANT["vanilla"] not in ("vanilla", "ppo")
+
+
+def test_names_load_without_torch() -> None:
+    module = "recipe.async_pipeline.config.loss_modes"
+    code = f"import sys, {module}; print({{'torch', 'verl', 'ray'}} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.stdout.strip() == "set()"
+
 
 TIS = [(f"{POLICY_LOSS}.loss_mode", "tis")]
 KNOWN = ("vanilla", "gspo", "dro", "tis")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("tis_upper_bound", "abc", "must be a number, got 'abc'; the default is 1"),
-        ("tis_upper_bound", True, "must be a number, got True"),
-        ("tis_upper_bound", -1, "must be 0 <= lower <= upper"),
-        ("tis_lower_bound", 5, "must be 0 <= lower <= upper"),
-        ("tis_lower_bound", float("nan"), "must be 0 <= lower <= upper"),
-        ("topr_positive_weight", None, "must be a number >= 0 and finite, got None"),
-        ("topr_negative_weight", float("inf"), "must be a number >= 0 and finite"),
-        (
-            "topr_split",
-            "nonsense",
-            "must be one of advantage, score, got 'nonsense'; advantage is the default",
-        ),
-        ("topr_ratio_level", "answer", "must be one of token, sequence"),
-    ],
-)
-def test_a_parameter_that_cannot_be(name: str, value: Any, words: str) -> None:
+@cases_of("loss")
+def test_an_invalid_loss_is_refused(case: Refused) -> None:
     check_loss_parameters({})
-    with pytest.raises(ConfigError) as caught:
-        check_loss(nested((f"{POLICY_LOSS}.loss_mode", "tis"), (f"{POLICY_LOSS}.{name}", value)), KNOWN)
-    assert words in str(caught.value)
-    assert name in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "words"),
-    [
-        (
-            [(f"{POLICY_LOSS}.loss_mode", "gsp")],
-            "loss_mode must be one of dro, gspo, tis, vanilla, got 'gsp' (did you mean 'gspo'?)",
-        ),
-        (
-            [(f"{POLICY_LOSS}.loss_mode", "bypass_mode")],
-            "loss_mode must not be bypass_mode, which reads the rollout correction",
-        ),
-        ([*TIS, ("actor_rollout_ref.actor.clip_ratio_c", 0.5)], "clip_ratio_c must be a number > 1, got 0.5"),
-        (
-            [*TIS, ("actor_rollout_ref.actor.clip_ratio_low", "abc")],
-            "clip_ratio_low must be a number > 0, got 'abc'",
-        ),
-        (
-            [*TIS, ("actor_rollout_ref.actor.loss_agg_mode", "foo")],
-            "loss_agg_mode must be one of token-mean, ",
-        ),
-        (
-            [*TIS, (f"{CORRECTION}.rollout_iss", 1)],
-            "rollout_iss is unknown, got 1 (did you mean 'rollout_is'?)",
-        ),
-        ([*TIS, (f"{CORRECTION}.bypass_mode", "abc")], "bypass_mode must be True or False, got 'abc'"),
-        (
-            [*TIS, (f"{CORRECTION}.loss_type", "reinforce")],
-            "loss_type must be ppo_clip without algorithm.rollout_correction.bypass_mode, got 'reinforce'",
-        ),
-        (
-            [(f"{POLICY_LOSS}.loss_mode", "dro")],
-            "dro_beta must be a number > 0 with loss_mode dro (kimi15), got None",
-        ),
-        (
-            [(f"{POLICY_LOSS}.loss_mode", "dro"), (f"{POLICY_LOSS}.dro_beta", -3)],
-            "dro_beta must be a number > 0",
-        ),
-        (
-            [(f"{POLICY_LOSS}.loss_mode", "tis"), (f"{CORRECTION}.rollout_is", "tokens")],
-            "rollout_is must be one of token, sequence or null, got 'tokens'",
-        ),
-    ],
-)
-def test_an_invalid_loss_is_refused(pairs: list[tuple[str, Any]], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_loss(nested(*pairs), KNOWN)
-    assert words in str(caught.value)
+    case.replay(lambda changes: check_loss(nested(changes), KNOWN))
 
 
 def test_where_other_code_may_add_losses_any_name_may_be_one() -> None:
-    check_loss(nested((f"{POLICY_LOSS}.loss_mode", "mine")), None)
+    check_loss(nested({f"{POLICY_LOSS}.loss_mode": "mine"}), None)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +97,7 @@ def test_where_other_code_may_add_losses_any_name_may_be_one() -> None:
     ],
 )
 def test_a_describe_correction(section: dict[str, Any], old_logp: str, words: str) -> None:
-    config = nested(*((f"{CORRECTION}.{name}", value) for name, value in section.items()))
+    config = nested({f"{CORRECTION}.{name}": value for name, value in section.items()})
     assert describe_correction(config, old_logp, 3) == words
 
 
@@ -151,16 +107,16 @@ def test_no_lag_requires_no_correction() -> None:
 
 @pytest.mark.parametrize("mode", ["policy_gradient", "gpg"])
 def test_a_loss_without_a_ratio_does_not_correct(mode: str) -> None:
-    words = describe_correction(nested((f"{POLICY_LOSS}.loss_mode", mode)), "rollout", 2)
+    words = describe_correction(nested({f"{POLICY_LOSS}.loss_mode": mode}), "rollout", 2)
     assert words == (
         "none: the loss has no ratio, though responses may have lag 2; set pg_variant=tis to correct for it"
     )
 
 
 def test_an_estimator_that_verl_does_not_have() -> None:
-    check_estimator(nested((ESTIMATOR, "grpo")), ("gae", "grpo"))
+    check_estimator(nested({ESTIMATOR: "grpo"}), ("gae", "grpo"))
     with pytest.raises(ConfigError) as caught:
-        check_estimator(nested((ESTIMATOR, "grppo")), ("gae", "grpo"))
+        check_estimator(nested({ESTIMATOR: "grppo"}), ("gae", "grpo"))
     assert str(caught.value) == (
         f"{ESTIMATOR} must be one of gae, grpo, got 'grppo' (did you mean 'grpo'?); correct it"
     )

@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from recipe.async_pipeline.core.channel import Channel
-from recipe.async_pipeline.core.clock import VirtualTimeLoop, run_virtual
+from recipe.async_pipeline.core.clock import VirtualTimeLoop
 from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.errors import ChannelClosed, WaitTimeout
 
@@ -38,26 +38,6 @@ async def test_it_reports_itself() -> None:
     await channel.send("b")
     assert await channel.receive() == "a"
     assert len(channel) == 1
-
-
-async def test_a_full_channel_holds_the_sender_back_until_there_is_room() -> None:
-    channel = Channel[int]("edge", 1)
-    await channel.send(1)
-    sender = asyncio.create_task(channel.send(2))
-    await settle()
-    assert not sender.done()
-    assert await channel.receive() == 1
-    await sender
-    assert await channel.receive() == 2
-
-
-async def test_an_empty_channel_holds_the_receiver_until_there_is_an_item() -> None:
-    channel = Channel[int]("edge", 1)
-    receiver = asyncio.create_task(channel.receive())
-    await settle()
-    assert not receiver.done()
-    await channel.send(1)
-    assert await receiver == 1
 
 
 async def test_none_and_falsy_items_are_ordinary_items() -> None:
@@ -124,40 +104,6 @@ async def test_abort_frees_senders_and_receivers_and_keeps_what_is_inside() -> N
         channel.close()
 
 
-async def test_a_sender_whose_turn_came_when_the_channel_was_aborted_has_not_sent() -> None:
-    channel = Channel[int]("edge", 1)
-    await channel.send(1)
-    sender = asyncio.create_task(channel.send(2))
-    await settle()
-    assert await channel.receive() == 1
-    channel.abort()
-    with pytest.raises(ChannelClosed):
-        await sender
-    assert len(channel) == 0
-
-
-async def test_an_item_outlives_the_receiver_that_was_about_to_take_it() -> None:
-    channel = Channel[int]("edge", 1)
-    first, second = (asyncio.create_task(channel.receive()) for _ in range(2))
-    await settle()
-    await channel.send(1)
-    first.cancel()
-    assert await second == 1
-    assert first.cancelled()
-
-
-async def test_room_outlives_the_sender_that_was_about_to_fill_it() -> None:
-    channel = Channel[int]("edge", 1)
-    await channel.send(0)
-    first, second = (asyncio.create_task(channel.send(n)) for n in (1, 2))
-    await settle()
-    await channel.receive()
-    first.cancel()
-    await second
-    assert first.cancelled()
-    assert await channel.receive() == 2
-
-
 @pytest.mark.parametrize("item_first", [True, False])
 async def test_a_bounded_receive_that_expires_as_the_item_arrives_loses_nothing(item_first: bool) -> None:
     channel = Channel[int]("edge", 1)
@@ -176,57 +122,6 @@ async def test_a_bounded_receive_that_expires_as_the_item_arrives_loses_nothing(
     with pytest.raises(WaitTimeout):
         await bounded
     assert await channel.receive() == 7
-
-
-DELAY_S = st.integers(0, 3)
-
-
-@pytest.mark.slow
-@given(
-    capacity=st.integers(1, 4),
-    producers=st.lists(st.lists(DELAY_S, max_size=8), min_size=1, max_size=4),
-    consumers=st.lists(DELAY_S, min_size=1, max_size=4),
-)
-def test_all_that_is_sent_is_received_once_in_order_within_the_bound(
-    capacity: int, producers: list[list[int]], consumers: list[int]
-) -> None:
-    channel = Channel[tuple[int, int]]("edge", capacity, len(producers))
-    sent: list[tuple[int, int]] = []
-    received: list[tuple[int, int]] = []
-
-    async def produce(producer: int, delays_s: list[int]) -> None:
-        for number, delay_s in enumerate(delays_s):
-            await asyncio.sleep(delay_s)
-            await channel.send((producer, number))
-            sent.append((producer, number))
-            assert len(channel) <= capacity
-        channel.close()
-
-    async def consume(delay_s: int) -> None:
-        async for item in channel:
-            received.append(item)
-            await asyncio.sleep(delay_s)
-
-    async def main() -> None:
-        await asyncio.gather(
-            *(produce(n, delays_s) for n, delays_s in enumerate(producers)),
-            *(consume(delay_s) for delay_s in consumers),
-        )
-
-    run_virtual(main())
-    assert received == sent
-    assert sorted(sent) == [(p, n) for p, delays_s in enumerate(producers) for n in range(len(delays_s))]
-
-
-async def test_a_receiver_does_not_overtake_one_that_was_woken_and_has_not_run_yet() -> None:
-    """Two items are there when the second receiver comes, so its turn has come at once: but not its place."""
-    channel, received = Channel[int]("edge", 2), list[tuple[str, int]]()
-
-    async def receive(name: str) -> None:
-        received.append((name, await channel.receive()))
-
-    await asyncio.gather(receive("first"), channel.send(1), channel.send(2), receive("second"))
-    assert received == [("first", 1), ("second", 2)]
 
 
 class AnyScheduleOfAChannel(RuleBasedStateMachine):

@@ -214,17 +214,6 @@ def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
         Bench(**settings)
 
 
-def test_nothing_is_kept_of_versions_that_have_passed() -> None:
-    bench = Bench(max_lag=1, last_step=300)
-    bench.serve(0)
-    for step in range(1, 300):
-        bench.finish(*bench.admit())
-        assert bench.take(step) is not None
-        bench.queue.trained(step)
-        bench.serve(step)
-        assert len(bench.queue._groups._dues) <= 2
-
-
 # Which groups a step takes.
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from recipe.async_pipeline.core.clock import VirtualTimeLoop, run_virtual
+from recipe.async_pipeline.core.clock import VirtualTimeLoop
 from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.core.pools import DevicePool, Lease, PoolSet
 from recipe.async_pipeline.errors import LeaseError, WaitTimeout
@@ -106,18 +106,6 @@ async def test_a_bounded_wait_for_a_lease_names_the_holder_and_leaves_no_trace()
     assert (await pool.acquire("param_update")).number == 2
 
 
-async def test_a_lease_that_comes_in_the_moment_of_a_cancellation_goes_to_the_next() -> None:
-    pool = DevicePool("train", 1)
-    held = await pool.acquire("logp")
-    first, second = (asyncio.create_task(pool.acquire(owner)) for owner in ("train", "param_update"))
-    await settle()
-    pool.release(held)
-    first.cancel()
-    assert (await second).owner == "param_update"
-    assert first.cancelled()
-    assert pool.holders == ("param_update",)
-
-
 def test_pools_are_found_by_name() -> None:
     train, rollout = DevicePool("train", 1), DevicePool("rollout", 1)
     pools = PoolSet({"train": train, "rollout": rollout})
@@ -130,48 +118,6 @@ def test_pools_are_found_by_name() -> None:
         pools.get("logp")
     with pytest.raises(LeaseError, match="known pools: none"):
         PoolSet({}).get("logp")
-
-
-JOB = st.tuples(st.integers(0, 5), st.integers(0, 4), st.one_of(st.none(), st.integers(0, 5)))
-"""When it asks, how long it works, and after how long it is cancelled (None: never), in seconds."""
-
-
-@given(slots=st.integers(1, 3), jobs=st.lists(JOB, max_size=12))
-def test_a_pool_is_never_idle_while_a_task_waits_nor_shared_by_too_many(
-    slots: int, jobs: list[tuple[int, int, int | None]]
-) -> None:
-    async def main() -> None:
-        pool = DevicePool("train", 1, slots)
-        asked: list[int] = []
-        served: list[int] = []
-        cancelled: set[int] = set()
-
-        async def work(number: int, start_s: int, work_s: int) -> None:
-            await asyncio.sleep(start_s)
-            asked.append(number)
-            lease = await pool.acquire(str(number))
-            served.append(number)
-            assert len(pool.holders) <= slots
-            try:
-                await asyncio.sleep(work_s)
-            finally:
-                pool.release(lease)
-
-        tasks = []
-        for number, (start_s, work_s, cancel_s) in enumerate(jobs):
-            tasks.append(asyncio.create_task(work(number, start_s, work_s)))
-            if cancel_s is not None:
-                asyncio.get_running_loop().call_at(start_s + cancel_s, tasks[-1].cancel)
-        for second in range(60):
-            await asyncio.sleep(second + 0.5 - asyncio.get_running_loop().time())
-            cancelled = {number for number, task in enumerate(tasks) if task.cancelled()}
-            waiting = [number for number in asked if number not in served and number not in cancelled]
-            assert not waiting or len(pool.holders) == slots
-        assert served == [number for number in asked if number in served]
-        assert set(served) | cancelled == set(range(len(jobs)))
-        assert pool.describe() == "train: free"
-
-    run_virtual(main())
 
 
 class AnyScheduleOfAPool(RuleBasedStateMachine):

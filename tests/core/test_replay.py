@@ -160,32 +160,6 @@ def test_a_whole_run_ends_with_no_group_in_flight() -> None:
 # Busy time.
 
 
-def test_no_records_no_intervals() -> None:
-    assert busy_intervals([], "train") == []
-    assert busy_intervals([record(1, "RUNNING", role="generate")], "train") == []
-
-
-def test_an_interval_lasts_until_the_state_changes_or_the_log_ends() -> None:
-    records = [
-        record(1, "RUNNING"),
-        record(2, None),  # an event that changes no state
-        record(3, "WAITING_OUTPUT"),
-        record(5, "RUNNING"),
-        record(9, "WAITING_INPUT", role="generate"),
-    ]
-    assert busy_intervals(records, "train") == [(1, 3), (5, 9)]
-
-
-def test_lanes_are_merged() -> None:
-    records = [
-        record(0, "RUNNING"),
-        record(1, "RUNNING", lane=1),
-        record(2, "WAITING_INPUT"),
-        record(4, "FAILED", lane=1),
-    ]
-    assert busy_intervals(records, "train") == [(0, 4)]
-
-
 def test_touching_intervals_are_one_and_empty_ones_are_none() -> None:
     records = [
         record(0, "RUNNING"),

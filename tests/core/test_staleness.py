@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.staleness import VersionKind, Versions, check_lag, check_served, lag
+from recipe.async_pipeline.core.staleness import VersionKind, Versions, check_lag, check_served
 from recipe.async_pipeline.errors import StalenessViolation, VersionNotServed
 
 
@@ -27,11 +27,6 @@ async def settle() -> None:
 
 
 # Lag.
-
-
-@pytest.mark.parametrize(("trainer", "first", "expected"), [(0, 0, 0), (5, 5, 0), (5, 4, 1), (9, 2, 7)])
-def test_lag_is_the_distance_to_the_trainer(trainer: int, first: int, expected: int) -> None:
-    assert lag(trainer, first) == expected
 
 
 @pytest.mark.parametrize("max_lag", range(4))

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.items import Group, Trajectory
 from recipe.async_pipeline.core.token_ages import (
@@ -92,12 +90,3 @@ def test_only_trajectories_with_older_tokens_get_a_mask() -> None:
     assert oldest_in(with_masks(group, 7).trajectories) is None
     assert newest(group) == 6
     assert newest(Group(uid="g", step=1, trajectories=(answer([(4, 0), (6, 100)]),))) == 4
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(0, 11))
-def test_each_token_is_masked_or_trained(versions: list[int], before: int) -> None:
-    one = answer([(version, i) for i, version in enumerate(versions)], len(versions), before)
-    left_out = {place for start, end in masked(one) for place in range(start, end)}
-    assert left_out == {i for i, version in enumerate(versions) if version < before}
-    kept = [version for version in versions if version >= before]
-    assert oldest_trained(one) == (min(kept) if kept else None)

@@ -46,32 +46,6 @@ def test_a_turn_that_is_free_does_not_suspend() -> None:
     assert permits.took == ["a"]
 
 
-async def test_waiters_pass_in_order_and_are_named_until_they_do() -> None:
-    permits = Permits(0)
-    tasks = [asyncio.create_task(permits.take(name)) for name in "abc"]
-    await settle()
-    assert permits.gate.names == ("a", "b", "c")
-    permits.give(2)
-    await settle()
-    assert permits.took == ["a", "b"]
-    assert len(permits.gate.names) == 1
-    permits.give()
-    await asyncio.wait(tasks)
-    assert permits.took == ["a", "b", "c"]
-
-
-async def test_a_newcomer_does_not_overtake_one_whose_turn_has_come() -> None:
-    permits = Permits(0)
-    early = asyncio.create_task(permits.take("early"))
-    await settle()
-    permits.give()
-    late = asyncio.create_task(permits.take("late"))
-    await asyncio.wait([early])
-    permits.give()
-    await late
-    assert permits.took == ["early", "late"]
-
-
 async def test_a_newcomer_overtakes_no_waiter_even_without_suspension() -> None:
     permits = Permits(0)
     early = asyncio.create_task(permits.take("early"))

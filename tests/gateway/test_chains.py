@@ -126,15 +126,6 @@ def test_a_history_that_is_edited_late_keeps_the_tokens_before_the_edit() -> Non
     assert second.response_ids[:4] == first.response_ids[:4] and second.mask[:4] == [0] * 4
 
 
-def test_the_same_request_twice_is_two_samples() -> None:
-    agent = Agent()
-    one, two = agent.ask([user("q")]), agent.ask([user("q")])
-    agent.ask([*one, user("a")])
-    agent.ask([*two, user("a")])
-    rows = agent.check()
-    assert [row.answers for row in rows] == [2, 2]
-
-
 def test_a_chain_that_is_being_answered_is_branched_off() -> None:
     agent = Agent()
     history = agent.ask([user("q")])
@@ -145,13 +136,14 @@ def test_a_chain_that_is_being_answered_is_branched_off() -> None:
     assert [row.answers for row in agent.check()] == [1, 2]
 
 
-def test_a_forgotten_beginning_is_another_row() -> None:
+def test_the_longest_history_is_continued() -> None:
     agent = Agent()
-    history = agent.ask([*agent.ask([user("q")]), user("a")])
-    summary = agent.ask([{"role": "system", "content": "summary"}, user("next")])
-    agent.ask([*summary, user("b")])
-    assert [row.answers for row in agent.check()] == [2, 2]
-    assert history
+    history = agent.ask([user("q")])
+    first, second = agent.begin([*history, user("a")]), agent.begin([*history, user("b")])
+    longer = [*history, user("b"), agent.end(second)]
+    agent.end(first)
+    agent.begin([*longer, user("c")])
+    assert agent.begin([*longer, user("d")]).previous == longer, "although the other chain was answered last"
 
 
 def test_the_end_of_an_answer_that_lacks_it_is_not_trained() -> None:
@@ -160,14 +152,6 @@ def test_the_end_of_an_answer_that_lacks_it_is_not_trained() -> None:
     agent.ask([*history, user("a")])
     (row,) = agent.check()
     assert row.answers == 2 and row.mask[row.response_ids.index(TURN_END)] == 0
-
-
-def test_other_tools_are_another_row() -> None:
-    agent = Agent()
-    history = agent.ask([user("q")], "hammer")
-    agent.ask([*history, user("a")], "saw")
-    agent.ask([*history, user("a")], "hammer")
-    assert [row.answers for row in agent.check()] == [1, 2]
 
 
 def test_a_request_that_fails_leaves_no_trace() -> None:

@@ -19,6 +19,7 @@ from recipe.async_pipeline.gateway.sessions import Session
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Ask, Form
 from tests import HANG_S
 from tests.fakes.agent_policy import END, LIMITS, FakePolicy
+from tests.refusals import Refused, cases_of
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("anthropic")
@@ -277,94 +278,30 @@ DEEP: dict[str, Any] = {}
 for _ in range(900):
     DEEP = {"x": DEEP}
 DEEP_CALL = {"type": "tool_use", "id": "c", "name": "f", "input": DEEP}
-REFUSED = [
-    (
-        "/v1/chat/completions",
-        {"tools": [{"function": {"name": "f", "parameters": DEEP}}]},
-        "the parameters of the tool 'f' must be nested at most 100 deep",
-    ),
-    ("/v1/messages", {"tools": [{"name": "f", "input_schema": DEEP}]}, "the parameters of the tool 'f' must"),
-    (
-        "/v1/messages",
-        {"messages": [{"role": "assistant", "content": [DEEP_CALL]}]},
-        "arguments of a call mus",
-    ),
-    ("/v1/chat/completions", {"n": 2}, "n: the policy would be sampled"),
-    ("/v1/chat/completions", {"response_format": {"type": "grammar"}}, "response_format: the formats are"),
-    (
-        "/v1/chat/completions",
-        {"response_format": {"type": "json_schema"}},
-        "must have a JSON Schema",
-    ),
+DEEPLY: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"tools": [{"function": {"name": "f", "parameters": DEEP}}]}, "the tool 'f'"),
+    ("/v1/messages", {"tools": [{"name": "f", "input_schema": DEEP}]}, "the parameters of the tool 'f'"),
+    ("/v1/messages", {"messages": [{"role": "assistant", "content": [DEEP_CALL]}]}, "arguments of a call"),
     (
         "/v1/chat/completions",
         {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
-        "response_format must be nested at most 100 deep",
+        "response_format",
     ),
-    ("/v1/chat/completions", {"logit_bias": {"5": 1}}, "logit_bias: the policy"),
-    ("/v1/chat/completions", {"tool_choice": "some"}, "tool_choice: the choices are"),
-    ("/v1/chat/completions", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice: the choices are"),
-    ("/v1/chat/completions", {"tools": [], "tool_choice": "required"}, "must name a tool of the request"),
-    (
-        "/v1/chat/completions",
-        {
-            "tools": [{"function": {"name": "f"}}],
-            "tool_choice": {"type": "function", "function": {"name": "g"}},
-        },
-        "tool_choice must name a tool of the request",
-    ),
-    ("/v1/chat/completions", {"logprobs": True}, "logprobs: /v1/generate returns"),
-    ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs: /v1/generate returns"),
-    ("/v1/chat/completions", {"guided_json": {}}, "guided_json: the policy"),
-    ("/v1/chat/completions", {"structured_outputs": {"regex": "a"}}, "structured_outputs: the policy"),
-    ("/v1/chat/completions", {"modalities": ["audio"]}, "modalities: the policy writes text"),
-    ("/v1/completions", {"response_format": {"type": "json_object"}}, "response_format: the policy"),
-    ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}, "must have a JSON Schema"),
-    ("/v1/messages", {"output_format": {"type": "regex"}}, "output_config.format: the format is json_schema"),
-    ("/v1/responses", {"prompt": {"id": "p"}}, "prompt: the policy"),
-    ("/v1/responses", {"top_logprobs": 3}, "top_logprobs: /v1/generate returns"),
-    ("/v1/chat/completions", {"functions": [{}]}, "functions: tools replaced them"),
-    ("/v1/chat/completions", {"messages": []}, "at least one message"),
-    ("/v1/chat/completions", {"messages": [{"role": "critic", "content": ""}]}, "role must be one of"),
-    ("/v1/chat/completions", {"tools": [{"type": "web", "function": {"name": "f"}}]}, "must be a function"),
-    ("/v1/chat/completions", {"tools": [{"function": {"name": ""}}]}, "a tool must have a name"),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "got a part of type 'image_url'",
-    ),
-    ("/v1/messages", {"tool_choice": {"type": "some"}}, "tool_choice: the choices are"),
-    ("/v1/messages", {"tools": [], "tool_choice": {"type": "any"}}, "must name a tool of the request"),
-    ("/v1/messages", {"messages": []}, "at least one message"),
-    ("/v1/messages", {"messages": [{"role": "tool", "content": ""}]}, "role must be user or assistant"),
-    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "of type 'image'"),
-    ("/v1/messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "must be a custom one"),
-    ("/v1/messages", {"messages": [{"role": "assistant", "content": [CALLS]}]}, "must be an object, got str"),
-    ("/v1/responses", {"text": {"format": "json"}}, "Expected `object | null`, got `str`"),
-    ("/v1/responses", {"previous_response_id": "r"}, "previous_response_id: responses are not kept"),
-    ("/v1/responses", {"conversation": "c"}, "conversation: responses are not kept"),
-    ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format must have a JSON Schema"),
-    ("/v1/responses", {"tools": [{"type": "computer"}]}, "one of function, custom and local_shell"),
-    ("/v1/completions", {"prompt": ["a", "b"]}, "prompt: a request has one answer"),
-    ("/v1/completions", {"n": 2}, "n: a request has one answer"),
-    ("/v1/completions", {"best_of": 2}, "best_of: a request has one answer"),
-    ("/v1/completions", {"echo": True}, "echo: the policy only continues"),
-    ("/v1/completions", {"suffix": "x"}, "suffix: the policy only continues"),
-    ("/v1/completions", {"logprobs": 1}, "logprobs: /v1/generate returns"),
-    ("/v1/responses", {"input": [{"type": "item_reference"}]}, "'item_reference' are not supported"),
-    ("/v1/responses", {"input": [{"role": "critic", "content": ""}]}, "role must be user"),
 ]
 
 
-@pytest.mark.parametrize(("path", "changes", "message"), REFUSED)
-def test_what_cannot_be_honoured_is_refused_with_its_name(
-    path: str, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(RequestRefused, match=message) as error:
+@cases_of("all", "gateway")
+def test_what_cannot_be_honoured_is_refused_with_its_name(case: Refused) -> None:
+    path = OF_PATH[case.section]
+    case.replay(lambda changes: path.read(json.dumps(BODIES[path.path] | changes).encode()), RequestRefused)
+    assert json.loads(path.error(400, case.message))["error"]["message"] == case.message
+
+
+@pytest.mark.parametrize(("path", "changes", "part"), DEEPLY)
+def test_what_is_deeply_nested_is_refused(path: str, changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(RequestRefused, match=f"{part}.* must be nested at most 100 deep") as error:
         OF_PATH[path].read(json.dumps(BODIES[path] | changes).encode())
     assert error.value.status == 400
-    written = json.loads(OF_PATH[path].error(400, str(error.value)))
-    assert message.split(":")[0] in written["error"]["message"]
 
 
 @pytest.mark.parametrize("path", BODIES)

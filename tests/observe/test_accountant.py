@@ -16,7 +16,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.items import Group, Prompt
 from recipe.async_pipeline.observe.accountant import Accountant, account
-from recipe.async_pipeline.observe.accounting import PoolAccount
+from recipe.async_pipeline.observe.accounting import Accounting, AccountingError, PoolAccount
 from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
 
 QUIET = {"gather": 0.0, "publish": 0.0, "logp": 0.0, "ref_logp": 0.0}
@@ -235,3 +235,10 @@ def test_efficiency_is_the_larger_bound_of_busiest_pool_and_loop() -> None:
     assert found.overlap_efficiency == pytest.approx(found.loop_s / found.steady_s)
     assert 0.9 < found.overlap_efficiency <= 1.0
     assert found.overlap_efficiency > found.busiest
+
+
+def test_check_rejects_sums_that_do_not_add_up() -> None:
+    pool = PoolAccount(devices=2, roles=("train",))
+    pool.seconds["none"] = 3.0
+    with pytest.raises(AccountingError, match=r"pool train: 3\.0+ of 4\.0+ device-seconds are accounted for"):
+        Accounting(wall_s=2.0, pools={"train": pool}, steps=(), steady_s=0.0).check()

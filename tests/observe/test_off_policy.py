@@ -239,13 +239,6 @@ def share_by_loop(weights: list[float]) -> float:
 # The version of each token.
 
 
-def test_a_token_has_the_version_of_its_span() -> None:
-    metrics = measured(one([5, 5, 6, 7]), one([7, 7, 7, 7]))
-    assert only(metrics, "lag/token_share/") == {"0": 5 / 8, "1": 1 / 8, "2": 2 / 8, "3": 0}
-    assert only(metrics, "lag/trajectory_share/") == {"0": 1 / 2, "1": 0, "2": 1 / 2, "3": 0}
-    assert (metrics["lag/spans_mean"], metrics["lag/spans_max"]) == (2, 3)
-
-
 def test_a_span_behind_a_truncated_response_has_no_tokens() -> None:
     described = written_by(first=6, last=7, spans=[[6, 0], [7, 2]])
     metrics = off_policy_metrics([described], trainer_version=TRAINER, max_lag=1, mask=[[1, 1]])
@@ -301,26 +294,8 @@ def test_without_log_probs_only_lags_are_reported() -> None:
     assert not only(metrics, "off_policy/")
 
 
-def test_tokens_without_finite_log_probs_are_only_counted() -> None:
-    response = one([6, 6, 6, 6], [0.5, math.nan, math.inf, -math.inf])
-    metrics = measured(response)
-    assert metrics["off_policy/non_finite_share"] == 0.75
-    assert metrics["off_policy/kl/lag_1"] == pytest.approx(-0.5)
-    assert metrics["lag/token_share/1"] == 1
-
-
 def test_a_batch_without_finite_log_probs_has_no_ratio_metrics() -> None:
     assert only(measured(one([6], [math.nan])), "off_policy/") == {"non_finite_share": 1}
-
-
-def test_equal_policies_have_ratio_one_and_no_kl() -> None:
-    found = only(measured(one([7, 7]), one([7])), "off_policy/")
-    assert found.pop("non_finite_share") == 0
-    assert {name.split("/")[1] for name in found} == {"all", "lag_0"}
-    for name, value in found.items():
-        assert value == (1 if name.startswith(("ratio_mean", "ratio_max", "ess", "trajectory_ess")) else 0), (
-            name
-        )
 
 
 @pytest.mark.parametrize("extreme", [800.0, -800.0])

@@ -36,26 +36,11 @@ def by_token(found: TokenVersions) -> list[int]:
     return list(np.repeat(found.versions, found.tokens))
 
 
-def test_positions_of_spans_include_tokens_of_tools() -> None:
-    found = written(([[3, 0], [4, 4], [5, 6]], [1, 1, 0, 0, 1, 1, 1]))
-    assert found.known.all()
-    assert by_token(found) == [3, 3, 4, 4, 5]
-    assert found.changes().tolist() == [2]
-
-
 INCOMPLETE: list[Spans] = [None, [], [[3, 0], [4, 1]], [[4, 4]], [[3, 0], [4, 4], [5, 0]], [[3, -1], [4, 4]]]
 
 
 @pytest.mark.parametrize("spans", INCOMPLETE)
-def test_incomplete_spans_make_every_token_as_old_as_the_oldest(spans: Spans) -> None:
-    found = written((spans, [1, 1, 0, 0, 1, 1]))
-    assert not found.known.any()
-    assert by_token(found) == [3, 3, 3, 3]
-    assert found.row_tokens.tolist() == [4]
-
-
-@pytest.mark.parametrize("spans", INCOMPLETE)
-def test_a_trajectory_does_not_change_its_neighbours(spans: Spans) -> None:
+def test_incomplete_spans_make_every_token_as_old_as_the_oldest_and_leave_others_alone(spans: Spans) -> None:
     whole: tuple[Spans, list[int]] = ([[4, 0], [5, 2]], [1, 1, 1])
     found = written(whole, (spans, [1, 1, 0, 0, 1, 1]), whole, ([[5, 0]], []), whole)
     assert found.known.tolist() == [True, False, True, True, True]
@@ -68,7 +53,3 @@ def test_a_span_behind_a_truncated_response_is_not_the_start_of_the_next() -> No
     found = written(([[4, 0], [5, 2]], [1, 1]), ([[5, 1]], [1, 1]))
     assert found.known.tolist() == [True, False]
     assert by_token(found) == [4, 4, 3, 3]
-
-
-def test_no_trajectory_has_no_tokens() -> None:
-    assert by_token(written()) == []

@@ -25,12 +25,17 @@ from tests.conftest import Load
 Smoke = Callable[..., DictConfig]
 
 
-@pytest.fixture(scope="session")
-def base() -> DictConfig:
+def compose_smoke(*overrides: str) -> DictConfig:
+    """Compose the shipped smoke config; this takes a second or more."""
     GlobalHydra.instance().clear()
     search = f"hydra.searchpath=[file://{find_verl_root() / 'verl' / 'trainer' / 'config'}]"
     with initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None):
-        return compose(config_name="smoke_cpu", overrides=[search])
+        return compose(config_name="smoke_cpu", overrides=[search, *overrides])
+
+
+@pytest.fixture(scope="session")
+def base() -> DictConfig:
+    return compose_smoke()
 
 
 @pytest.fixture(scope="session")

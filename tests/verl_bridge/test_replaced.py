@@ -15,8 +15,8 @@ from recipe.async_pipeline.verl_bridge import replaced
 from recipe.async_pipeline.verl_bridge.replaced import REPLACED, Replacement
 from tests import REPOSITORY
 from tests.conftest import Load
+from tests.source_tree import MODULES, PACKAGE, parse
 
-PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
 STACK = {"verl", "ray", "transfer_queue", "vllm", "sglang", "omegaconf"}
 ROWS = [row for rows in REPLACED.values() for row in rows]
 
@@ -45,8 +45,7 @@ def test_each_replacement_exists() -> None:
     for row in ROWS:
         module, colon, name = row.by.partition(":")
         if colon:
-            tree = ast.parse((PACKAGE / "verl_bridge" / f"{module.replace('.', '/')}.py").read_text("utf-8"))
-            if name not in {*defined(tree)}:
+            if name not in {*defined(parse(f"verl_bridge/{module.replace('.', '/')}.py"))}:
                 wrong.append(row.by)
     assert wrong == []
 
@@ -199,9 +198,8 @@ def package_of(node: ast.expr, foreign: dict[str, str]) -> str | None:
 
 def test_names_of_other_packages_are_replaced_here_only() -> None:
     found: dict[str, set[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = path.relative_to(PACKAGE).as_posix()
-        packages = {package for _, package in replacements(ast.parse(path.read_text("utf-8")))}
+    for module in MODULES:
+        packages = {package for _, package in replacements(parse(module))}
         if packages and not module.startswith(MEASURES):
             found[module] = packages
     assert {module: found[module] & STACK for module in found if found[module] & STACK} == {}, "add a row"

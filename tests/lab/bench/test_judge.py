@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge waits for the seeded latency, writes its span and scores the last line."""
+"""A judge waits for the seeded latency, writes its span, and scores: the last line, or as the task does."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.lab.bench import judge, spans
+from recipe.async_pipeline.lab.bench import image_judge, judge, spans
 from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
 from recipe.async_pipeline.lab.bench.waits import LognormalWait
 
 WAIT = {"median": 5.0, "sigma": 0.5, "cap": 20.0}
-
-
-def score(answer: str, session: int = 0) -> float:
-    extra = {"index": 3, "session": session}
-    return run_virtual(judge.compute_score("toy", answer, "46", extra, seed=1, wait=WAIT))
 
 
 @pytest.fixture(autouse=True)
@@ -28,19 +24,46 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_last_line_is_scored() -> None:
-    assert score("46") == score("9\n12\n46") == 1.0
-    assert score("46\n9") == score("") == 0.0
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that judges wait for, in no time."""
+    seconds: list[float] = []
 
-
-def test_each_response_has_its_latency_in_any_order(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
+    async def sleep(delay_s: float) -> None:
+        seconds.append(delay_s)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
+    return seconds
+
+
+def of_text(answer: str, session: int = 0) -> object:
+    extra = {"index": 3, "session": session}
+    return asyncio.run(judge.compute_score("toy", answer, "46", extra, seed=1, wait=WAIT))
+
+
+def of_picture(session: int) -> object:
+    picture = np.zeros((3, 16, 16), np.uint8)
+    picture[1, :8, :8] = 200
+    extra = {"index": 3, "session": session}
+    return asyncio.run(
+        image_judge.compute_score("image", picture, "green top right", extra, seed=1, wait=WAIT)
+    )
+
+
+def test_the_last_line_is_scored() -> None:
+    assert of_text("46") == of_text("9\n12\n46") == 1.0
+    assert of_text("46\n9") == of_text("") == 0.0
+
+
+def test_a_picture_is_scored_as_the_task_does() -> None:
+    assert of_picture(0) == {"score": 0.5, "colour": 1.0, "place": 0.0}
+
+
+@pytest.mark.parametrize("score", [lambda session: of_text("46", session), of_picture])
+def test_each_response_has_its_latency_in_any_order(
+    job: Path, waits: list[float], score: Callable[[int], object]
+) -> None:
     for session in (2, 0, 1):
-        score("46", session)
+        score(session)
     assert waits == [LognormalWait(**WAIT).draw(1, "judge", 3, i) for i in (2, 0, 1)]
-    assert [s.facts for s in read_spans(job) if s.name == "judge"] == [{"prompt": 3}] * 3
+    assert [one.facts for one in read_spans(job) if one.name == "judge"] == [{"prompt": 3}] * 3

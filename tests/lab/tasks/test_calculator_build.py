@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of the calculator has data, a model, and the file of the tool."""
+"""The directory of the calculator has data, a model and a tool; verl loads its rule by path."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
 
 from recipe.async_pipeline.lab.tasks.build import ensure_toy
 from recipe.async_pipeline.lab.tasks.calculator import CalculatorTask
-from recipe.async_pipeline.lab.tasks.calculator_build import DATA_SOURCE, TOOLS, CalculatorSpec
+from recipe.async_pipeline.lab.tasks.calculator_build import DATA_SOURCE, REWARD_FILE, TOOLS, CalculatorSpec
 from recipe.async_pipeline.lab.tasks.model import ModelSpec
 from recipe.async_pipeline.lab.tasks.warmup import WarmupSpec
 
@@ -45,3 +46,8 @@ def test_it_is_made_once_with_its_tool_and_reward(tmp_path: Path) -> None:
     assert all(Path(str(made.as_dict()[name])).exists() for name in ("model", "train", "val", "reward"))
     assert (made.dir / "tools.py").read_text() == TOOLS.read_text()
     assert ensure_toy(SMALL, tmp_path, report=lambda line: None) == made
+
+
+def test_it_runs_alone() -> None:
+    loaded = runpy.run_path(str(REWARD_FILE))
+    assert loaded["compute_score"]("", "[12+34]\n46>46", "46")["score"] == 0.8

@@ -31,6 +31,7 @@ from recipe.async_pipeline.tools.contract.sources import (
     own_members,
 )
 from tests import REPOSITORY
+from tests.source_tree import MODULES, nodes_of
 
 Tree = Callable[[Mapping[str, str]], Sources]
 
@@ -148,13 +149,10 @@ def test_every_file_of_an_engine_is_in_its_table() -> None:
         folder = PACKAGE / declared.TABLES.format(engine)
         own = {path.relative_to(PACKAGE).as_posix() for path in folder.parent.glob("*.py")}
         importing = {
-            path.relative_to(PACKAGE).as_posix()
-            for path in PACKAGE.rglob("*.py")
-            if any(
-                bound.module.split(".")[0] == engine
-                for node in ast.walk(ast.parse(path.read_bytes()))
-                for _, bound in imported(node, "recipe")
-            )
+            module
+            for module in MODULES
+            for node in nodes_of(module)
+            if any(bound.module.split(".")[0] == engine for _, bound in imported(node, "recipe"))
         }
         files = set(declared.table_of(engine).files)
         assert importing <= files, f"{engine}: add the files to FILES, with what breaks without their imports"
@@ -328,8 +326,8 @@ def test_names_outside_the_code_of_an_engine_are_declared() -> None:
     variable = re.compile(r"(?:VLLM|SGLANG|SGL)_[A-Z_0-9]+")
     used = {
         node.value
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_bytes()))
+        for module in MODULES
+        for node in nodes_of(module)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and variable.fullmatch(node.value)
     }
     assert used | OUTSIDE <= {name for engine in ENGINES for name in table_names(engine)}

@@ -183,8 +183,7 @@ def test_a_validation_lasts_until_all_workers_have_ended_it(
         SimpleNamespace(run_validation=SimpleNamespace(remote=lambda part, name=name: (name, part)))
         for name in ("first", "second")
     ]
-    manager = object.__new__(module.PushAgentLoopManager)
-    manager.agent_loop_workers = workers
+    manager = manager_of(module, *workers)
     monkeypatch.setattr(module.ray, "get", get)
     manager.generate_sequences(SimpleNamespace(chunk=lambda number: ["rows"] * (number - 1)))
     assert asked == [("first", "rows")], "a batch may have fewer prompts than there are workers"
@@ -206,10 +205,8 @@ async def test_workers_are_closed_also_if_one_hangs_and_one_is_dead(
     async def fail() -> None:
         raise ConnectionError("dead")
 
-    manager = object.__new__(module.PushAgentLoopManager)
-    manager.agent_loop_workers = [
-        SimpleNamespace(close=SimpleNamespace(remote=one)) for one in (hang, fail, close)
-    ]
+    workers = [SimpleNamespace(close=SimpleNamespace(remote=one)) for one in (hang, fail, close)]
+    manager = manager_of(module, *workers)
     await asyncio.wait_for(manager.close(), HANG_S)
     assert closed == ["alive"]
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.errors import ConfigError
+from tests.refusals import Refused, cases_of
 from tests.verl_bridge.conftest import Smoke
 
 pytestmark = pytest.mark.real_engine
@@ -64,36 +65,9 @@ def test_a_guarded_reward_function_gets_the_picture_too(launch: ModuleType, imag
     assert inner.name == "VisualRewardManager"
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, "tensor_model_parallel_size must be 1 with .*, got 2"),
-        ({"actor_rollout_ref.actor.strategy": "fsdp"}, "actor.strategy must be fsdp2 with .*, got 'fsdp'"),
-        ({"actor_rollout_ref.actor.use_kl_loss": True}, "use_kl_loss must be False with .*, got True"),
-        ({"algorithm.adv_estimator": "gae"}, "adv_estimator must be one without a critic with .*, got gae"),
-        ({"reward.custom_reward_function.path": None}, "must name a function of images with .*, got None"),
-        ({"reward.reward_manager.name": "dapo"}, "reward_manager.name must be naive .*, got 'dapo'; leave"),
-        ({f"{OWN}.agentic.environment": "frozen_lake"}, "agentic.environment must be left out with"),
-        ({f"{OWN}.diffusion.sde_type": "cps"}, "rollout_is must be null with .*sde_type=cps.*, got 'token'"),
-        (
-            {
-                "actor_rollout_ref.actor.ppo_mini_batch_size": 6,
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 48,
-                f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 48,
-            },
-            "must be a multiple of .*batch_size=6 .*, got 16",
-        ),
-        ({f"{OWN}.diffusion.height": 18}, "diffusion: height and width must be multiples of 4, got 18 x 16"),
-        ({f"{OWN}.diffusion.sde_window_end": 10}, r"diffusion: an SDE window of 3 steps .* \[0, 10\)"),
-        ({"actor_rollout_ref.model.path": "nowhere"}, "is no pipeline of diffusers: model_index.json"),
-    ],
-)
-def test_what_images_do_not_support_is_refused(
-    launch: ModuleType, images: Smoke, changes: dict[str, Any], error: str
-) -> None:
-    with pytest.raises(ConfigError, match=error) as refused:
-        launch.checked(images(changes))
-    assert "\n" not in str(refused.value)
+@cases_of("images")
+def test_what_images_do_not_support_is_refused(launch: ModuleType, images: Smoke, case: Refused) -> None:
+    case.replay(lambda changes: launch.checked(images(changes)))
 
 
 def test_the_library_must_be_installed(
@@ -102,10 +76,3 @@ def test_the_library_must_be_installed(
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"requires diffusers; pip install async_pipeline\[diffusion\]"):
         launch.checked(images())
-
-
-def test_knobs_of_images_need_an_image_policy(launch: ModuleType, smoke: Smoke) -> None:
-    with pytest.raises(
-        ConfigError, match="diffusion requires .*name=diffusers, got 'vllm'; set it, or leave"
-    ):
-        launch.checked(smoke({f"{OWN}.diffusion.height": 64}))

@@ -6,7 +6,6 @@ before Ray starts.
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,8 @@ from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.lab.bench.weight_sync_jobs import TIMED
 from tests import REPOSITORY
 from tests.conftest import Load
-from tests.verl_bridge.conftest import Smoke, refused
+from tests.refusals import Refused, cases_of
+from tests.verl_bridge.conftest import Smoke
 
 pytestmark = pytest.mark.real_engine
 
@@ -37,47 +37,13 @@ def write_model(folder: Path, described: Any) -> None:
     (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("described", "part"),
-    [
-        (
-            DENSE | {"quantization_config": FP8},
-            f"{MODEL}.path must name an unquantized model, got .* with quant_method 'fp8'; convert it to",
-        ),
-        (
-            {"vision_config": {}, "text_config": DENSE | {"quantization_config": {"quant_method": "awq"}}},
-            "must name an unquantized model, got .* with quant_method 'awq'; convert it",
-        ),
-        (
-            DENSE | {"head_dim": 16},
-            f"{MODEL}.path must have attention heads of 32, 64, .* on the CPU platform, got .* with 16; use",
-        ),
-        (DENSE | {"num_attention_heads": 8}, "must have attention heads of .*, got .* with 16; use another"),
-        (
-            DENSE | {"kv_lora_rank": 512, "index_topk": 2048},
-            "must not use sparse attention on the CPU platform, got .* with index_topk=2048; use another",
-        ),
-        (
-            {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "text_config": DENSE},
-            f"{MODEL}.path must name a model of text where torchvision is not installed, got .* with a "
-            "vision_config; install the torchvision that matches",
-        ),
-        (
-            EXPERTS | {"moe_intermediate_size": 48},
-            "must have experts whose width, .*size=1, is a multiple of 32 on the CPU .*, got .* with 48; use",
-        ),
-    ],
-)
+@cases_of("model")
 def test_a_model_that_the_engine_cannot_serve_is_refused(
-    launch: ModuleType,
-    smoke: Smoke,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    described: dict[str, Any],
-    part: str,
+    launch: ModuleType, smoke: Smoke, tmp_path: Path, case: Refused
 ) -> None:
-    write_model(tmp_path / "task" / "model", described)
-    assert re.search(part, refused(launch, smoke(), capsys))
+    changes = dict(case.changes)
+    write_model(tmp_path / "task" / "model", changes.pop("model"))
+    case.replay(lambda _: launch.checked(smoke(changes)))
 
 
 @pytest.mark.parametrize(
@@ -109,23 +75,15 @@ def test_a_model_with_pictures_is_accepted_where_they_can_be_read(
 def test_experts_are_divided_by_tensor_parallelism(module: ModuleType, smoke: Smoke, tmp_path: Path) -> None:
     write_model(tmp_path / "task" / "model", EXPERTS | {"moe_intermediate_size": 96})
     module.check_model(smoke())
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2, is a multiple of 32"):
-        module.check_model(smoke({f"{ROLLOUT}.tensor_model_parallel_size": 2}))
     module.check_model(smoke({f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.device": "cuda"}))
 
 
-@pytest.mark.parametrize("size", [3, 8])
-def test_the_devices_of_a_replica_share_the_heads_evenly(
-    module: ModuleType, smoke: Smoke, tmp_path: Path, size: int
-) -> None:
+def test_the_devices_of_a_replica_share_the_heads(module: ModuleType, smoke: Smoke, tmp_path: Path) -> None:
     write_model(
         tmp_path / "task" / "model", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     )
-    changes = {f"{ROLLOUT}.tensor_model_parallel_size": size, "trainer.device": "cuda"}
-    with pytest.raises(ConfigError, match=f"must divide the model's 4 attention heads .*, got {size}"):
-        module.check_model(smoke(changes))
     for fits in (1, 2, 4):
-        module.check_model(smoke(changes | {f"{ROLLOUT}.tensor_model_parallel_size": fits}))
+        module.check_model(smoke({f"{ROLLOUT}.tensor_model_parallel_size": fits, "trainer.device": "cuda"}))
 
 
 def test_fp8_and_expert_parallelism_need_an_accelerator(module: ModuleType, smoke: Smoke) -> None:
@@ -161,47 +119,6 @@ def test_a_description_that_cannot_be_read_is_refused(
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "hdfs://host/model/deep/below", "a name with spaces"])
 def test_a_model_that_is_not_here_yet_is_accepted(module: ModuleType, smoke: Smoke, path: str) -> None:
     module.check_model(smoke({f"{MODEL}.path": path}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        (
-            {f"{ARGUMENTS}.worker_extension_cls": "my.Extension"},
-            f"{ARGUMENTS}.worker_extension_cls must not be set, got 'my.Extension'; leave it out",
-        ),
-        (
-            {f"{ARGUMENTS}.quantization": "fp8"},
-            f"{ARGUMENTS}.quantization must not be set, got 'fp8'; set {ROLLOUT}.quantization instead",
-        ),
-        ({f"{ARGUMENTS}.worker-extension-cls": "a.B"}, "worker-extension-cls must not be set, got .a.B."),
-        ({f"{ARGUMENTS}.load_format": "auto"}, f"load_format must not be set, .*set {ROLLOUT}.load_format"),
-        ({f"{ARGUMENTS}.model": "/other"}, f"model must not be set, got '/other'; set {MODEL}.path instead"),
-        ({f"{ARGUMENTS}.dtype": "float16"}, f"dtype must not be set, got 'float16'; set {ROLLOUT}.dtype"),
-        ({f"{ARGUMENTS}.enable_eplb": True}, "enable_eplb must not be set, got True; leave it out"),
-        (
-            {f"{ARGUMENTS}.speculative_config": {"method": "eagle", "model": "x"}},
-            "speculative_config must use a method without weights .*, got 'eagle'; the weights of a drafter",
-        ),
-        ({f"{ARGUMENTS}.speculative_config": '{"model": "x"}'}, "must use a method without .*, got None"),
-        (
-            {f"{ARGUMENTS}.hf_overrides": {"quantization_config": FP8}},
-            "hf_overrides must not have a quantization_config, got .*; leave it out",
-        ),
-        (
-            {f"{MODEL}.override_config": {"quantization_config": FP8}},
-            "override_config must not have a quantization_config, got .*'fp8'.*; leave it out",
-        ),
-        (
-            {f"{MODEL}.override_config": {"model_config": {"quantization_config": FP8}}},
-            "override_config must not have a quantization_config",
-        ),
-    ],
-)
-def test_options_that_change_the_served_weights_are_refused(
-    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
-) -> None:
-    assert re.search(part, refused(launch, smoke(changes), capsys))
 
 
 def test_options_that_leave_the_weights_alone_are_accepted(launch: ModuleType, smoke: Smoke) -> None:

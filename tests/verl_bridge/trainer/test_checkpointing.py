@@ -15,9 +15,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
 
 from recipe.async_pipeline.checkpoint.hashed_file import FileEntry
+from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.errors import CheckpointError, WaitTimeout
 from tests.conftest import Load
 
@@ -93,14 +95,10 @@ class Saving:
         self.events: list[str] = []
         self.fails: dict[str, Exception] = {}
         self.lines: list[str] = []
-        self.shards: dict[str, list[str]] = {}
+        self.state: Any = None
         self.engines = asyncio.Event()
         self.engines.set()
         saving = self
-
-        def run_of(flow: Any) -> Any:
-            facts: dict[str, Any] = {"prompts": None, "kept": (), "reference": None, "kl_coef": None}
-            return module.SavedRun(flow=flow, meters={}, **facts)
 
         class Made:
             def begin(self, step: int) -> Any:
@@ -112,25 +110,37 @@ class Saving:
 
             def write_rest(self, part: Any, snapshot: Any) -> None:
                 saving.event("rest")
-                saving.shards = snapshot.state.shards
-                assert {*part.files.entries} == {name for names in saving.shards.values() for name in names}
+                saving.state = snapshot.state
+                written = {name for names in snapshot.state.shards.values() for name in names}
+                assert {*part.files.entries} == written
 
             def publish(self, part: Any, step: int) -> Path:
                 saving.event("publish")
                 return root / "global_step_2"
 
         calls = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(60.0)
-        self.checkpointing = module.Checkpointing.__new__(module.Checkpointing)
-        vars(self.checkpointing).update(
-            _calls=calls,
-            _stall_s=60.0,
-            _schedule=SimpleNamespace(last_step=4),
-            _checkpoints=Made,
-            _snapshot=lambda state: module.Snapshot(run_of(state), (), None, None),
-            _manager=SimpleNamespace(note_transcripts=self.note_transcripts),
-            _partition="train",
-            _on_save=lambda step, folder: self.event(f"saved {step}"),
+        self.checkpointing = module.Checkpointing(
+            run="r",
+            identity={},
+            epoch=1,
+            config=OmegaConf.create({"default_local_dir": str(root)}),
+            schedule=Schedule(batch=1, last_step=4, ref_refresh_every=2),
+            calls=calls,
+            stages=SimpleNamespace(kl_coefficient=lambda step: 10.0 * step),
+            actor_group=None,
+            critic_group=None,
+            copies={},
+            prompts=SimpleNamespace(state=lambda flying, finished: ("prompts", "loader"), loader_state=""),
+            manager=SimpleNamespace(note_transcripts=self.note_transcripts),
+            bad_data=SimpleNamespace(state=dict),
+            recorder=SimpleNamespace(state=dict),
+            ledger=SimpleNamespace(sync=None),
+            partition="train",
+            rejects=lambda group: None,
+            on_save=lambda step, folder: self.event(f"saved {step}"),
+            stall_s=60.0,
         )
+        monkeypatch.setattr(module, "Checkpoints", lambda **_: Made())
         monkeypatch.setattr(module, "say", self.lines.append)
         monkeypatch.setattr(module, "note", self.note)
         monkeypatch.setattr(module.Unfinished, "abandon", lambda part: self.event("abandon"))
@@ -156,7 +166,7 @@ class Saving:
         return [FileEntry(path=name, nbytes=0, xxh3="")]
 
     def run(self, step: int = 2) -> bool:
-        state = SimpleNamespace(step=step, in_flight=tuple)
+        state = SimpleNamespace(step=step, in_flight=tuple, finished=tuple)
 
         def all_read() -> None:
             self.events.append("all is read")
@@ -185,7 +195,7 @@ def test_a_step_may_be_trained_once_all_is_noted(saving: Saving) -> None:
     assert saving.events[4:6] == ["all is read", "transcripts are noted"]
     assert {*saving.events[6:9]} == {"samples/rank_0", "transcripts/rank_0", "transcripts/rank_1"}
     assert saving.events[9:] == ["rest", "publish", "saved 2"]
-    assert saving.shards == {
+    assert saving.state.shards == {
         "samples": ["samples/rank_0"],
         "transcripts": ["transcripts/rank_0", "transcripts/rank_1"],
     }
@@ -195,7 +205,7 @@ def test_a_step_may_be_trained_once_all_is_noted(saving: Saving) -> None:
 def test_without_partial_responses_a_checkpoint_is_written(saving: Saving, error: Exception) -> None:
     saving.fails["transcripts are noted"] = error
     assert saving.run()
-    assert saving.shards == {"samples": ["samples/rank_0"], "transcripts": []}
+    assert saving.state.shards == {"samples": ["samples/rank_0"], "transcripts": []}
     assert "partial responses are not kept" in saving.lines[0]
 
 
@@ -247,16 +257,9 @@ def test_damage_is_refused_before_anything_is_loaded(module: ModuleType, tmp_pat
     assert loaded == []
 
 
-def test_a_snapshot_has_the_values_of_the_saved_step(module: ModuleType) -> None:
+def test_a_checkpoint_has_the_values_of_the_saved_step(saving: Saving) -> None:
     """The next step may have moved the KL coefficient already."""
-    checkpointing = module.Checkpointing.__new__(module.Checkpointing)
-    vars(checkpointing).update(
-        _prompts=SimpleNamespace(state=lambda flying, finished: ("prompts", "loader"), loader_state="config"),
-        _schedule=SimpleNamespace(reference=lambda step: step - 2),
-        _stages=SimpleNamespace(kl_coefficient=lambda step: 10.0 * step),
-        _recorder=SimpleNamespace(state=dict),
-        _bad_data=SimpleNamespace(state=dict),
-    )
-    state = SimpleNamespace(step=4, finished=lambda: iter(()), in_flight=lambda: [])
-    kept = checkpointing._snapshot(state).state
-    assert (kept.kl_coef, kept.reference) == (40.0, 3)
+    assert saving.run(3)
+    assert (saving.state.kl_coef, saving.state.reference) == (30.0, 2)
+    assert saving.run(2)
+    assert (saving.state.kl_coef, saving.state.reference) == (20.0, None), "published again at the resume"
