@@ -37,6 +37,7 @@ def config(root: Path, **trainer: Any) -> dict[str, Any]:
         "trainer": {
             "project_name": "p",
             "resume_mode": "auto",
+            "save_freq": -1,
             "resume_from_path": None,
             "default_local_dir": str(root),
             "nnodes": 1,
@@ -221,6 +222,7 @@ def test_a_remote_model_is_identified_by_name(tmp_path: Path) -> None:
         ({"save_freq": 2.5}, "trainer.save_freq must be"),
         ({"save_freq": True}, "trainer.save_freq must be"),
         ({"save_freq": -7}, "trainer.save_freq must be"),
+        ({"save_freq": None}, "trainer.save_freq must be"),
         ({"max_actor_ckpt_to_keep": 0}, "trainer.max_actor_ckpt_to_keep must be >= 1, or null"),
         ({"max_critic_ckpt_to_keep": "many"}, "trainer.max_critic_ckpt_to_keep must be >= 1, or null"),
         (
@@ -237,7 +239,7 @@ def test_a_remote_model_is_identified_by_name(tmp_path: Path) -> None:
 def test_illegal_values_of_resume_and_save_keys_are_refused(
     tmp_path: Path, trainer: dict[str, Any], rule: str
 ) -> None:
-    for good in (-1, 0, 1, 20, None):
+    for good in (-1, 0, 1, 20):
         check_keys(config(tmp_path, save_freq=good, max_actor_ckpt_to_keep=1))
     with pytest.raises(ConfigError, match=rule):
         check_keys(config(tmp_path, **trainer))

@@ -144,3 +144,13 @@ def test_names_of_values_are_verls(load: Load) -> None:
     branches = " ".join(re.findall(r"kl_penalty (?:==|in) (.*):", source))
     names = set(re.findall(r'"(\w+)"', branches))
     assert names - {"full"} == {name.rstrip("+") for name in verl_values.KL}, "verl's `full` raises"
+
+
+def test_names_of_values_are_megatrons(load: Load) -> None:
+    source = inspect.getsource(load("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler)
+    for path, names in (
+        ("lr_decay_style", verl_values.OF_MEGATRON["lr_decay_style"]),
+        ("wd_incr_style", verl_values.OF_MEGATRON["weight_decay_incr_style"]),
+        ("lr_wsd_decay_style", verl_values.WSD_STYLES),
+    ):
+        assert set(re.findall(rf"self\.{path} == ['\"]([\w-]+)['\"]", source)) == set(names)
