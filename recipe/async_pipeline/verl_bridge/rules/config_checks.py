@@ -381,7 +381,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _problems(review: Review) -> Iterator[str]:
-    """Run the checks; yield one line for each problem, for each key those of the first check."""
+    """Run the checks; yield one line for each problem; the first check that refuses a key decides."""
     keys: set[str] = set()
     for check in CHECKS:
         if (check.last and keys) or (check.needs and not hasattr(review, check.needs)):
