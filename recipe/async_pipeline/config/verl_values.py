@@ -40,7 +40,7 @@ OF_MEGATRON: Mapping[str, Sequence[str]] = {
 """Names below the section of a model's optimizer."""
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 
-_ROLLOUT, _KL_CTRL = "actor_rollout_ref.rollout", "algorithm.kl_ctrl"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _FSDP = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 _DEFAULT = "leave it out for verl's default"
 
@@ -127,8 +127,15 @@ def _sampling(section: str, least: Callable[[Any], bool], rule: str) -> tuple[Re
 VALUES: tuple[Refusal, ...] = (
     _one_of(f"{ACTOR}.kl_loss_type", KL, "low_var_kl is verl's default"),
     _one_of("algorithm.kl_penalty", KL, "kl is verl's default"),
-    _one_of(f"{_KL_CTRL}.type", KL_CONTROLLERS, "fixed is verl's default"),
-    *(_one_of(f"{section}.model_dtype", DTYPES, "fp32 is verl's default") for section in _FSDP),
+    _one_of("algorithm.kl_ctrl.type", KL_CONTROLLERS, "fixed is verl's default"),
+    *(
+        _one_of(path, DTYPES, "fp32 is verl's default")
+        for path in (
+            f"{ACTOR}.fsdp_config.model_dtype",
+            "actor_rollout_ref.ref.fsdp_config.model_dtype",
+            "critic.fsdp.model_dtype",
+        )
+    ),
     *(
         _one_of(f"{section}.mixed_precision.{part}_dtype", DTYPES, "leave it out")
         for section in _FSDP
@@ -156,7 +163,7 @@ VALUES: tuple[Refusal, ...] = (
     Refusal("data.dataloader_num_workers", _given(whole_or_none), "must be >= 0", "0 reads in the trainer"),
     *(
         Refusal(path, _given(number), "must be a number", _DEFAULT)
-        for path in (f"{ACTOR}.entropy_coeff", f"{ACTOR}.kl_loss_coef", f"{_KL_CTRL}.kl_coef")
+        for path in (f"{ACTOR}.entropy_coeff", f"{ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef")
     ),
     *(
         Refusal(f"algorithm.{name}", _given(_from_0_to_1), "must be a number from 0 to 1", _DEFAULT)
@@ -165,11 +172,11 @@ VALUES: tuple[Refusal, ...] = (
     Refusal("critic.cliprange_value", _given(number_from(0)), "must be a number >= 0", _DEFAULT),
     *(
         Refusal(
-            f"{_KL_CTRL}.{name}",
+            f"algorithm.kl_ctrl.{name}",
             _given(number_above(0)),
             "must be a number > 0 with kl_ctrl.type=adaptive",
             _DEFAULT,
-            when=lambda at: at[f"{_KL_CTRL}.type"] == "adaptive",
+            when=lambda at: at["algorithm.kl_ctrl.type"] == "adaptive",
         )
         for name in ("horizon", "target_kl")
     ),
