@@ -265,9 +265,8 @@ def test_on_the_same_devices_the_critic_comes_first() -> None:
 
 def test_a_step_is_finished_with_what_the_critic_found_out() -> None:
     trainer = SimTrainer(max_lag=1, roles=WITH_CRITIC, places={"critic": "critic"}, costs={"critic": 5.0})
-    flow, _ = run_flow(trainer)
+    run_flow(trainer)
     assert [dict(b.metrics)["critic"] for b in trainer.finished] == [1, 2, 3, 4, 5, 6]
-    assert flow.criticised == {}
 
 
 # Invariants under random schedules.
@@ -537,6 +536,15 @@ def test_a_role_of_ones_own_runs_between_two_others(audit: list[int]) -> None:
     assert run_virtual(flow.run()).steps == 6
     assert audit == [1, 2, 3, 4, 5, 6]
     assert "audit" in {r.role for r in flow.log.records}
+
+
+def test_a_stage_may_stand_between_the_critic_and_the_step(audit: list[int]) -> None:
+    trainer = SimTrainer(max_lag=1, roles=WITH_CRITIC, places={"critic": "critic"})
+    flow = AsyncTrainingFlow(trainer)
+    flow.insert("audit", after="critic", before="train")
+    run_virtual(flow.run())
+    assert audit == [1, 2, 3, 4, 5, 6]
+    assert [dict(b.metrics)["critic"] for b in trainer.finished] == audit
 
 
 # The books.

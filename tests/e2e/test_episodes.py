@@ -35,7 +35,7 @@ def of_size(boards: int, episodes: int) -> list[str]:
     ]
 
 
-def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path: Path) -> None:
+def test_environments_that_fail_cost_one_attempt_each(untrained_lake_task: Path, tmp_path: Path) -> None:
     marks, run_dir = tmp_path / "marks", tmp_path / "run"
     steps, boards, episodes = 4, 4, 4
     marks.mkdir()
@@ -57,7 +57,7 @@ def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path:
             *of_size(boards, episodes),
         ),
         run_dir,
-        lake_task,
+        untrained_lake_task,
     )
     summary = check_clean_end(job, "fully_async", 3, steps, groups=boards, responses=episodes)
     check_events(job)

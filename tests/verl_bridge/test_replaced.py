@@ -17,7 +17,7 @@ from tests import REPOSITORY
 from tests.conftest import Load
 
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
-STACK = {"verl", "ray", "transfer_queue", "vllm", "sglang"}
+STACK = {"verl", "ray", "transfer_queue", "vllm", "sglang", "omegaconf"}
 ROWS = [row for rows in REPLACED.values() for row in rows]
 
 
@@ -37,7 +37,7 @@ def test_the_readme_counts_patches_and_replacements() -> None:
     patches = [line for line in series if line and not line.startswith("#")]
     readme = " ".join((REPOSITORY / "README.md").read_text("utf-8").split())
     assert f"{len(patches)} small [patches]" in readme
-    assert f"and {len(ROWS)} names of verl and the engines that are [replaced]" in readme
+    assert f"and {len(ROWS)} names of verl, OmegaConf and the engines that are [replaced]" in readme
 
 
 def test_each_replacement_exists() -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: wires the stages, runs one task per lane, ends cleanly or with the error that caused the end.
 
-        admission (message queue)                      ┌─► logp ─────┐              ┌─► critic
-    dataloader ────────► generate ─► rollout ──────────┼─► ref_logp ─┼─► reward ────┴─► train ─► param_update
-        ▲                                              └─► values ───┘    (join, advantage)      │
-        └───────────────────────── versions: trained ≥ gathered ≥ served ◄───────────────────────┘
+        admission (message queue)             ┌─► logp ─────┐           ┌─► critic ─┐
+    dataloader ───────► generate ─► rollout ──┼─► ref_logp ─┼─► reward ─┴───────────┴─► train ─► param_update
+        ▲                                     └─► values ───┘  (join, advantage)                     │
+        └──────────────────────── versions: trained ≥ gathered ≥ served ◄────────────────────────────┘
 
 What each stage waits for, and what unblocks it:
 
@@ -16,7 +16,7 @@ What each stage waits for, and what unblocks it:
     values        a full batch, critic of step-1      rollout; critic
     reward        the three of one batch              all of them
     critic        the scored batch                    reward
-    train         the scored batch, gather of step-1  reward; param_update; critic, if on its devices
+    train         the scored batch, gather of step-1  reward; param_update; critic, at once if on its devices
     param_update  an optimizer step                   train
 
 Without a reference policy there is no ref_logp; without a critic, neither values nor critic.
@@ -42,7 +42,7 @@ from .events import EventLog, Guard, unguarded
 from .fates import FateRegister, Settlement
 from .flow_state import FlowState
 from .graph import graph_of, insert_role, role_class
-from .items import Publication, StepBatch
+from .items import Publication
 from .ledger import Ledger
 from .pools import DevicePool, PoolSet
 from .progress import Excused
@@ -132,8 +132,6 @@ class AsyncTrainingFlow:
         self.machines: list[RoleStateMachine] = []
         self.log = EventLog(self.clock, keep=keep_records, guard=guard)
         self.pools: PoolSet | None = None
-        self.criticised: dict[int, StepBatch] = {}
-        """Batches that the critic has learned from, until their step is finished."""
         self.excused = Excused()
         """Seconds in which stages wait for a checkpoint."""
         self._tasks: tuple[asyncio.Task[None], ...] = ()

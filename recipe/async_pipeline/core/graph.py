@@ -16,7 +16,7 @@ GRAPH: Mapping[str, tuple[str, ...]] = {
     "ref_logp": ("reward",),
     "values": ("reward",),
     "reward": ("train", "critic"),
-    "critic": (),
+    "critic": ("train",),
     "train": ("param_update",),
     "param_update": (),
 }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .events import EventLog
     from .fates import FateRegister
     from .flow_state import FlowState
-    from .items import Publication, StepBatch
+    from .items import Publication
     from .ledger import Ledger
     from .message_queue import MessageQueue
     from .progress import Excused
@@ -66,8 +66,6 @@ class Pipeline(Protocol):
     step_down: StepDown
     machines: list[RoleStateMachine]
     log: EventLog
-    criticised: dict[int, StepBatch]
-    """Batches that the critic has learned from, until their step is finished."""
     excused: Excused
     """Seconds in which stages wait for a checkpoint."""
     background: BackgroundWork
@@ -145,11 +143,23 @@ class RoleStateMachine(ABC):
 
         Waits for: every producer. Raises ChannelClosed if the inputs have ended and are drained.
         """
-        items = [await self._receive_from(channel) for channel in self.inputs]
+        items = await self.joined(self.inputs)
+        return items[0] if len(items) == 1 else tuple(items)
+
+    async def joined(self, channels: Iterable[Channel[Any]]) -> list[Any]:
+        """Return one item from each of some inputs, all of the same step.
+
+        Waits for: their producers. Raises ChannelClosed if one of them has ended and is drained.
+        """
+        items = [await self._receive_from(channel) for channel in channels]
         steps = {getattr(item, "step", None) for item in items}
         if len(steps) > 1:
             raise StageProtocolError(f"{self.name} joined items of different steps {sorted(map(str, steps))}")
-        return items[0] if len(items) == 1 else tuple(items)
+        return items
+
+    def input_from(self, role: str) -> Channel[Any] | None:
+        """Return the input that another stage feeds directly, or None."""
+        return next((ch for ch in self.inputs if ch.name == f"{role}->{self.role}"), None)
 
     def describe_item(self, item: Any) -> dict[str, Any]:
         """Return the fields that the event log shows with each event of this item."""

@@ -103,6 +103,7 @@ class CriticStateMachine(RoleStateMachine):
             await self.until("saved", item.step - 1)
 
     async def process(self, item: StepBatch) -> None:
-        self.pipeline.criticised[item.step] = await self.trainer.update_critic(item)
+        judged = await self.trainer.update_critic(item)
         self.pipeline.versions.advance_critic(item.step)
         self.release()
+        await self.emit(judged)

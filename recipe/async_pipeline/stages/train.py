@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import get_args
+from typing import cast, get_args
 
 from ..core.bad_data import skipped_update
 from ..core.degradation import Level
@@ -31,6 +31,17 @@ class TrainStateMachine(RoleStateMachine):
 
     _saving: asyncio.Task[None] | None = None
     """The last checkpoint, until it is known to be complete."""
+    _judged: StepBatch | None = None
+    """What the critic has returned for this step, once it is taken."""
+
+    async def receive(self) -> StepBatch:
+        """Return the next scored batch, without the critic's results, which `_judge` takes.
+
+        Waits for: reward. Raises ChannelClosed if the inputs have ended and are drained.
+        """
+        critic = self.input_from("critic")
+        first, *others = await self.joined(channel for channel in self.inputs if channel is not critic)
+        return cast("StepBatch", first.merged(*others))
 
     async def gate(self, item: StepBatch) -> None:
         """Waits for: the snapshot of the last published version; the critic, which comes first on
@@ -41,14 +52,17 @@ class TrainStateMachine(RoleStateMachine):
         before = self.pipeline.schedule.publication_before(item.step)
         await self.until("served" if self.pipeline.step_down.level >= Level.BLOCKING else "gathered", before)
         if self.trainer.pool_of("critic") == self.trainer.pool_of("train"):
-            await self._critic_of(item)
+            await self._judge(item)
 
-    async def _critic_of(self, item: StepBatch) -> None:
-        """Waits for: the critic to have learned from this step, in a run with a critic. Unblocked by:
-        critic.
+    async def _judge(self, item: StepBatch) -> None:
+        """Take the critic's results for this step, in a run with a critic.
+
+        Waits for: the critic to have learned from this step. Unblocked by: critic.
         """
-        if "critic" in self.pipeline.graph:
+        critic = self.input_from("critic")
+        if critic is not None and self._judged is None:
             await self.until("critic", item.step)
+            self._judged = await self._receive_from(critic)
 
     async def process(self, item: StepBatch) -> None:
         facts = self._check_lags(item)
@@ -61,9 +75,9 @@ class TrainStateMachine(RoleStateMachine):
         self.release()
         # The next gather must not wait for our bookkeeping.
         await self.emit(batch)
-        await self._critic_of(item)
-        judged = self.pipeline.criticised.pop(item.step, batch)
-        await self.trainer.finish_step(batch.merged(judged), facts)
+        await self._judge(item)
+        judged, self._judged = self._judged, None
+        await self.trainer.finish_step(batch if judged is None else batch.merged(judged), facts)
         if self.pipeline.checkpoints.saves(item.step):
             await self._saved()
             await self.compute_again()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of verl, Ray, SGLang, vLLM or TransferQueue that is replaced at run time.
+"""Every name of verl, Ray, SGLang, vLLM, TransferQueue or OmegaConf that is replaced at run time.
 
 A name is replaced where its package offers no setting, argument or base class; small faults of verl are
 patched (`patches/`). The process that needs a part of the table applies it:
@@ -37,6 +37,25 @@ class Replacement(NamedTuple):
 
 
 REPLACED: Mapping[str, tuple[Replacement, ...]] = {
+    # The driver and the commands that compose a configuration.
+    "configuration": (
+        Replacement(
+            "omegaconf._utils",
+            "get_yaml_loader",
+            "launch.quick_config:with_libyaml",
+            why="OmegaConf reads YAML in Python",
+            remove_when="OmegaConf reads with libyaml",
+            wraps=True,
+        ),
+        Replacement(
+            "omegaconf.base",
+            "parse",
+            "launch.quick_config:parsed_once",
+            why="OmegaConf parses an interpolation each time it is resolved",
+            remove_when="OmegaConf keeps what it has parsed",
+            wraps=True,
+        ),
+    ),
     # Every process that imports verl, for entry points other than main_ppo.
     "entry points": (
         Replacement(

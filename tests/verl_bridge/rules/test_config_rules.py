@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.config import verl_values
@@ -154,3 +156,16 @@ def test_names_of_values_are_megatrons(load: Load) -> None:
         ("lr_wsd_decay_style", verl_values.WSD_STYLES),
     ):
         assert set(re.findall(rf"self\.{path} == ['\"]([\w-]+)['\"]", source)) == set(names)
+
+
+@pytest.mark.parametrize("method", ["token", "sequence", "batch", 1, None])
+def test_a_correction_that_is_not_tried_is_one_that_verl_accepts(module: ModuleType, method: Any) -> None:
+    numbers = (1e-9, 0.5, 1, 2.0, 1e30, 0, -1, float("inf"), float("nan"), True, None, "2.0", "0.5_5.0")
+    untried = [number for number in numbers if module.is_plain_weight("rollout_is", method, number)]
+    helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    token = torch.zeros(1, 1)
+    for number in untried:
+        weights, _ = helper.compute_rollout_correction_weights(token, token + 1, method, number)
+        assert bool(weights.isfinite().all())
+    assert bool(untried) == (method in ("token", "sequence"))
+    assert not module.is_plain_weight("rollout_rs", "token", 2.0)

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if all(OmegaConf.select(config, path) is None for path in SWITCHES):
         # `explain` implies the switch: the plan is about the pipeline.
         overrides = ["+async_pipeline=True", *overrides]
-        config, problems = composed(args.config_path, args.config_name, overrides)
+        OmegaConf.update(config, "async_pipeline", True, force_add=True)
 
     rewriting: tuple[str, ...] = ()
     if entry is not None:

@@ -21,6 +21,7 @@ from ...config.misplaced import unknown_key
 from ...config.overrides import explain_complaint, sets, unknown_among, unknown_in
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
+from .. import replaced
 from ..rules.config_checks import Checked, checked
 from ..rules.verl_keys import is_read, near_key
 
@@ -123,6 +124,7 @@ def _as_config_error(error: Exception) -> ConfigError:
 
 
 def _composed_by_hydra(folder: Path | None, name: str, overrides: list[str]) -> DictConfig:
+    replaced.apply("configuration")
     verl = find_verl_root() / "verl" / "trainer" / "config"
     GlobalHydra.instance().clear()
     if folder is not None and not folder.is_dir():

@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import constants
 
 from ...config.adapters import adapter_rank
 from ...config.paths import hint, select
 from ...config.training_engine import OTHERS, SHARDED
 from ..rules.megatron_rules import makes_adapters
+from ..rules.model_rules import HUB_NAME, cached_config
 from .chat_check import why_no_chat
 from .data_files import InputFault, faults_of_data
 
 MODEL, LOGGER = "actor_rollout_ref.model", "trainer.logger"
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def faults(
@@ -116,11 +115,11 @@ def _faults_of_model(key: str, name: str) -> Iterator[InputFault]:
             )
         return
     note = f"{key}={name}, which is not on this machine"
-    if not _HUB_NAME.fullmatch(name):
+    if not HUB_NAME.fullmatch(name):
         yield InputFault(
             f"{key} must be a model's folder or its name on the Hub, got {name!r}; correct it", note
         )
-    elif constants.HF_HUB_OFFLINE and not _is_cached(name):
+    elif constants.HF_HUB_OFFLINE and cached_config(name) is None:
         yield InputFault(
             f"{key} must be on this machine with HF_HUB_OFFLINE=1, got {name!r}, which is neither a folder "
             "nor in the Hub's cache; correct it, or download the model",
@@ -135,13 +134,6 @@ def _listed_weights(folder: Path) -> Iterator[str]:
             yield from sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue
-
-
-def _is_cached(name: str) -> bool:
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        return False
 
 
 def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:

@@ -42,6 +42,7 @@ from ..cpu.cpu_platform import is_cpu
 from ..process.interrupts import end_with_watch
 from ..rules.config_checks import FOREIGN_PATHS, Checked, _update, checked, remove_keys, set_verls_keys
 from ..rules.config_rules import STOCK_LOSS_CONFIG, reward_model_devices
+from ..rules.model_rules import ROLLOUT
 from .engine_contract import check_engine
 from .ray_cluster import choose_cluster, mark_run_dir, require_devices
 from .run_config import ADDRESS, LOCAL
@@ -62,6 +63,8 @@ def prepare(config: DictConfig) -> None:
     end_with_watch()
     with _refusals():
         _prepare(config)
+    if is_cpu():  # in jobs of stock trainers too
+        import_in_workers(str(OmegaConf.select(config, f"{ROLLOUT}.name")))
 
 
 def check_cluster(config: DictConfig) -> None:
@@ -156,8 +159,6 @@ def _prepare(config: DictConfig) -> None:
     with open_dict(config):
         _update(config, cluster)
     replaced.apply("driver")
-    if is_cpu():
-        import_in_workers(str(config.actor_rollout_ref.rollout.name))
     _say(line)
     _tell(config, found, notes)
 

@@ -34,6 +34,7 @@ from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched
 from ...installed.verl import find_verl_root
 from ...stages.custom import insert_custom_stages
+from .. import replaced
 from ..launch import light_verl
 from ..launch.inputs import faults
 from ..launch.run_config import address_to_join, notes_on_machine
@@ -96,6 +97,7 @@ def checked(config: DictConfig, *, planning: bool = False) -> Checked | None:
     Raises ConfigError with all problems, or PatchedVerlRequired, if the pipeline could not run; leaves the
     config as it is.
     """
+    replaced.apply("configuration")
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
         require_no_stray_keys(raw)
@@ -204,11 +206,6 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
         target = spec.partition("@")[0]
         if ":" in target:
             find_class(target, f"{OWN}.custom_stages")
-
-
-def _require_rewards(review: Review) -> None:
-    """Raises ConfigError if the knobs do not fit the rewards."""
-    refuse(REWARDS, Settings(review.config, review.knobs))
 
 
 def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -355,7 +352,7 @@ CHECKS: tuple[Check, ...] = (
     Check(lambda review: check_sections(review.config), stops=True),
     Check(_translate, stops=True),
     Check(lambda review: _require_importable(review.knobs)),
-    Check(_require_rewards),
+    Check(lambda review: refuse(REWARDS, Settings(review.config, review.knobs))),
     Check(lambda review: check_environment(review.knobs.agentic)),
     Check(lambda review: program_values(review.knobs.agentic)),
     Check(_apply_translation, stops=True),

@@ -227,6 +227,12 @@ def _check_loss_keys(losses: DictConfig) -> None:
         )
 
 
+def is_plain_weight(name: str, method: Any, threshold: Any) -> bool:
+    """Return whether a correction need not be tried, which imports torch and takes half of `explain`."""
+    plain = method in ("token", "sequence") and type(threshold) in (int, float)
+    return name == "rollout_is" and plain and 0 < threshold < float("inf")
+
+
 def _try_correction(section: Mapping[str, Any]) -> None:
     """Try the correction on one token with verl's own functions.
 
@@ -244,6 +250,8 @@ def _try_correction(section: Mapping[str, Any]) -> None:
             continue
 
         threshold = section.get(f"{name}_threshold")
+        if is_plain_weight(name, section[name], threshold):
+            continue
         work = partial(_why_no_weight, function, section[name], threshold)
         if why := compute(work, [f"verl.trainer.ppo.rollout_corr_helper.{function}"], torch=True):
             raise ConfigError(

@@ -9,12 +9,11 @@ them into a second model (a drafter), the engine would serve something else.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.adapters import publishes_adapters
@@ -27,6 +26,7 @@ from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_c
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ENGINE_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _UNQUANTIZED = "since weights are published unquantized"
 
 REPLACED_ARGUMENTS = {
@@ -137,22 +137,33 @@ def described_model(config: DictConfig) -> Mapping[str, Any]:
     """
     model = config.actor_rollout_ref.model
     path = str(model.get("hf_config_path") or model.path)
-    file: Any = Path(path).expanduser() / "config.json"
-    if not file.is_file():
-        try:
-            file = try_to_load_from_cache(path, "config.json")
-        except HFValidationError:
-            file = None
-        if not isinstance(file, str):
-            return {}
+    here = Path(path).expanduser() / "config.json"
+    file = here if here.is_file() else cached_config(path)
+    if file is None:
+        return {}
     try:
-        described = json.loads(Path(file).read_text(encoding="utf-8"))
+        described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{MODEL}.path must name a model, got {path!r}, whose config.json cannot be read: "
             f"{' '.join(str(error).split())}; correct it"
         ) from None
     return described if isinstance(described, Mapping) else {}
+
+
+def cached_config(name: str) -> Path | None:
+    """Return the `config.json` of a model of the Hub, or None if it is not in the Hub's cache."""
+    if not HUB_NAME.fullmatch(name):
+        return None
+    # Imports httpx, which takes longer than most checks.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(file) if isinstance(file, str) else None
 
 
 def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
