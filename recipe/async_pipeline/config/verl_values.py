@@ -86,13 +86,13 @@ def _optimizer(model: str) -> Iterator[Refusal]:
     def wsd(at: Settings) -> bool:
         return megatron(at) and at[f"{section}.lr_decay_style"] == "WSD"
 
-    for path, names, when in (
+    for path, names, applies in (
         ("optim.lr_scheduler_type", SCHEDULERS, fsdp),
         *((f"optim.{name}", names, megatron) for name, names in OF_MEGATRON.items()),
         ("optim.lr_wsd_decay_style", WSD_STYLES, wsd),
         ("megatron.dtype", ("bfloat16", "float16", "float32"), megatron),
     ):
-        yield _one_of(f"{model}.{path}", names, "its engine has no others", when)
+        yield _one_of(f"{model}.{path}", names, "its engine has no others", applies)
     no_clipping = "at 0 nothing would be trained; inf does not clip"
     for name, allowed, rule, remedy, when in (
         ("lr", _given(number_from(0)), "a number >= 0", "e.g. 1e-6", ALWAYS),

@@ -142,7 +142,7 @@ def _check_engine(config: DictConfig, section: str, model: str) -> None:
         lambda: refuse(RULES, Settings(config, section=section)),
         lambda: _check_replay(config, section),
         lambda: _check_warm_up(config, section),
-        lambda: config.trainer.device == "cpu" and _check_on_cpu(config, section, model),
+        lambda: _check_on_cpu(config, section, model) if config.trainer.device == "cpu" else None,
         lambda: _check_sizes(described_model(config), f"{section}.megatron", config),
     )
 

@@ -109,13 +109,13 @@ def check_model(config: DictConfig) -> None:
             lambda: check_sglang(config),
             lambda: check_expert_kernels(config, described),
             lambda: check_sglang_adapters(config, text),
-            lambda: on_cpu and check_sglang_on_cpu(config, text),
+            lambda: check_sglang_on_cpu(config, text) if on_cpu else None,
         ),
         "vllm": (
             lambda: _check_engine_arguments(OmegaConf.select(config, ENGINE_ARGUMENTS) or {}),
             lambda: check_expert_kernels(config, described),
             lambda: _check_fp8(config, described),
-            lambda: on_cpu and _check_cpu_engine(config, described),
+            lambda: _check_cpu_engine(config, described) if on_cpu else None,
         ),
     }
     check_all(
