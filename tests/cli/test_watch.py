@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ import pytest
 
 from recipe.async_pipeline.cli import watch
 from recipe.async_pipeline.cli.watch import Screen
+from recipe.async_pipeline.observe.summary import write_atomically
 from recipe.async_pipeline.observe.table import MARK, TRANSIENT
 from recipe.async_pipeline.processes import descendants
 from tests import HANG_S, REPOSITORY
@@ -213,6 +215,27 @@ def test_a_command_that_is_killed_names_the_signal(out: io.StringIO) -> None:
     screen = screen_of(out)
     screen.fail(137)
     assert shown(out)[-1].startswith("failed with status 137: killed by SIGKILL; ")
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_run_whose_processes_were_killed_has_a_summary(
+    out: io.StringIO, tmp_path: Path, told: bool
+) -> None:
+    summary = tmp_path / "summary.json"
+    summary.write_text('{"status": "completed"}')  # of an earlier process of the run
+    screen = screen_of(out)
+    screen.line(f"{MARK} run directory {tmp_path}\n")
+    if told:
+        write_atomically(summary, {"status": "failed", "error": "its own"})
+    screen.fail(137)
+    screen.close()
+    found = json.loads(summary.read_text())
+    assert found["status"] == "failed"
+    if told:
+        assert found["error"] == "its own"
+    else:
+        assert found["error"].startswith("killed by SIGKILL; `dmesg` tells")
+        assert json.loads((tmp_path / "summary.1.json").read_text()) == {"status": "completed"}
 
 
 def test_a_long_silence_is_broken(out: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.config.machine import driver
 from tests import REPOSITORY
 from tests.fakes.private_mounts import may_unshare
 
@@ -101,6 +102,22 @@ def test_a_user_without_a_name_is_a_warning(tmp_path: Path) -> None:
     assert status == "starts"
     assert any(line.startswith("WARNING: uid 12345 must have a name, got none in /etc/pas") for line in lines)
     assert not any("uid" in line for line in found(*command, HOME="/tmp", **{**names, "USER": "me"}))
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "remedy"),
+    [("535.161.08", "12.8", ""), ("470.57.02", "12.8", "update it"), ("570.86", "13.0", "update it")],
+)
+def test_a_driver_that_is_too_old_for_torch_is_a_warning(
+    tmp_path: Path, version: str, cuda: str, remedy: str
+) -> None:
+    file = tmp_path / "version"
+    assert driver(file, cuda).remedy == ""
+    for kind in ("NVIDIA UNIX x86_64 Kernel Module", "NVIDIA UNIX Open Kernel Module for x86_64"):
+        file.write_text(f"NVRM version: {kind}  {version}  Mon\nGCC version:  gcc version 12.3.0\n")
+        state = driver(file, cuda)
+        assert state.remedy.partition(",")[0] == remedy and (not remedy or not state.fatal)
+        assert not driver(file, "").remedy, "a torch for CPUs"
 
 
 def test_everything_that_is_lacking_is_named_at_once() -> None:

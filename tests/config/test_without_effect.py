@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.config.paths import nested
-from recipe.async_pipeline.config.without_effect import WITHOUT_EFFECT, why_without_effect, without_effect
+from recipe.async_pipeline.config.without_effect import (
+    WITHOUT_EFFECT,
+    profiling_off,
+    why_without_effect,
+    without_effect,
+)
 
 DEFAULTS = {
     "trainer.balance_batch": True,
@@ -56,6 +61,23 @@ def test_the_value_of_any_of_verls_configurations_is_a_default() -> None:
 def test_a_key_that_only_begins_like_one_is_another() -> None:
     assert why_without_effect("skip.rollout.enable") and why_without_effect("skip.rollout_tq.enable") is None
     assert why_without_effect("actor_rollout_ref.actor.fsdp_config.use_torch_compile") is None
+
+
+def test_no_worker_starts_under_a_profiler() -> None:
+    given = {
+        "global_profiler.steps": [1, 2],
+        "global_profiler.tool": "nsys",
+        "global_profiler.save_path": "traces",
+        "critic.profiler.enable": True,
+        "critic.profiler.tool": "${oc.select:global_profiler.tool,null}",
+        "actor_rollout_ref.actor.profiler.enable": False,
+        "trainer.tool": "mine",
+    }
+    assert profiling_off(nested(given)) == {
+        "global_profiler.steps": None,
+        "global_profiler.tool": None,
+        "critic.profiler.enable": False,
+    }
 
 
 def test_every_key_has_a_reason() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.config.paths import OWN, RUNTIME
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge import hooks, launch, process, trainer
@@ -154,14 +155,15 @@ def test_a_broken_installation_is_one_line_if_the_switch_is_set(
 
 
 def test_a_pipeline_run_is_begun_and_awaited(calls: list[tuple[Any, ...]]) -> None:
-    notice = {"trainer__v1__async_pipeline__faults__notice_s": 30.0}
-    ours = config(trainer__v1__trainer_mode="one_step_off", **notice)
+    keys = {f"{OWN}.faults.notice_s": 30.0, f"{RUNTIME}.run_dir": "/a/run"}
+    values = {path.replace(".", "__"): value for path, value in keys.items()}
+    ours = config(trainer__v1__trainer_mode="one_step_off", **values)
     hooks.wait_for("running", ours)
     hooks.begin(ours)
     assert calls == [
         ("prepare.check_cluster", ours),
         ("prepare.start_sample_store", ours),
-        ("interrupts.wait_for", "running", 30.0),
+        ("interrupts.wait_for", "running", Path("/a/run"), 30.0),
         ("registration.begin", ours),
     ]
 

@@ -80,7 +80,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
             f"trainer.resume_from_path must be left out with resume_mode={mode}, got {path!r}; set "
             "resume_mode=resume_path to resume from it"
         )
-    every = -1 if select(config, "trainer.save_freq") is None else select(config, "trainer.save_freq")
+    every = select(config, "trainer.save_freq")
     if not _is_integer(every) or every < -1:
         raise ConfigError(
             f"trainer.save_freq must be a number of steps, or -1 for no checkpoints, got {every!r}; set it "

@@ -32,6 +32,7 @@ from typing import IO, TextIO
 from ..config.overrides import explain_complaint
 from ..config.schema import MOST_NOTICE_S
 from ..observe.run_files import set_aside
+from ..observe.summary import write_in_its_place, written_ns
 from ..observe.table import MARK, TRANSIENT
 from ..processes import WATCH_PID, adopt_orphans, descendants, end_all, end_signals, send_signal
 from ..redaction import LineRedactor
@@ -86,6 +87,8 @@ class Screen:
         self._shown = ""
         self._lost = 0
         self.log_path: Path | None = None
+        self._run_dir: Path | None = None
+        self._summary_ns: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.cause: str | None = None
         self.users_mistake = False
@@ -160,6 +163,12 @@ class Screen:
         where = f"; the whole log is {self.log_path}" if self.log_path else ""
         cause = f": {self.cause}" if self.cause else ""
         self.say(f"failed with status {status}{cause}{where}")
+        self.summarize("failed", self.cause or f"status {status}")
+
+    def summarize(self, status: str, error: str | None = None) -> None:
+        """Write the summary of a run whose processes were killed before one of them did."""
+        if self._run_dir is not None:
+            write_in_its_place(self._run_dir, self._summary_ns, status, error)
 
     def close(self) -> None:
         """Close the log."""
@@ -170,6 +179,7 @@ class Screen:
     def _open(self, run_dir: Path) -> None:
         """Open the log in the run directory and write the lines so far to it."""
         if self._log is None:
+            self._run_dir, self._summary_ns = run_dir, written_ns(run_dir)
             path = run_dir / "run.log"
             try:
                 set_aside(path)
@@ -269,6 +279,7 @@ class Watcher:
     def _close(self, status: int) -> int:
         if self._interrupts:
             self.screen.say("interrupted; all processes have ended")
+            self.screen.summarize("interrupted")
             status = 130
         elif status:
             status = 2 if self.screen.users_mistake else status if status > 0 else 128 - status

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import resource
 import shutil
 import socket
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +31,9 @@ MAX_SOCKET_BYTES = 107
 SOCKET = "ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
 """Ray's longest one, below its temporary folder."""
 MAX_PID = 4_194_304
+DRIVER = Path("/proc/driver/nvidia/version")
+LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""By major version of CUDA, the first one of NVIDIA's driver that runs its programs."""
 
 
 class MachineState(NamedTuple):
@@ -63,6 +68,7 @@ def states(
         open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         shared_memory(SHM, needed_shm_bytes),
         memory(_memory_bytes(), store_bytes or 0),
+        driver(DRIVER, _cuda_of_torch()),
     )
 
 
@@ -192,6 +198,34 @@ def memory(has_bytes: int, store_bytes: int) -> MachineState:
         "use a smaller batch, rollout.n, staleness.max_lag or response length",
         fatal=False,
     )
+
+
+def driver(file: Path, cuda: str) -> MachineState:
+    """Check that NVIDIA's driver, which says its version in a file, runs programs of a version of CUDA."""
+    try:
+        found = re.search(r"Module .*?(\d+)\.\d", file.read_text(encoding="utf-8"))
+    except OSError:
+        return MachineState("driver", "none of NVIDIA")
+    least = LEAST_DRIVERS.get(int(cuda.partition(".")[0] or 0), 0)
+    if found is None or int(found[1]) >= least:
+        return MachineState("driver", f"NVIDIA's {found[1] if found else 'of unknown version'}")
+    return MachineState(
+        "driver",
+        f"NVIDIA's driver must be {least} or newer for CUDA {cuda} of the installed torch, got {found[1]}",
+        "update it, or install a torch for an older CUDA or NVIDIA's package cuda-compat",
+        fatal=False,
+    )
+
+
+def _cuda_of_torch() -> str:
+    """Return the version of CUDA that the installed torch was built for, or nothing. Does not import it."""
+    spec = find_spec("torch")
+    try:
+        text = Path((spec and spec.origin) or "").with_name("version.py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def _memory_bytes() -> int:

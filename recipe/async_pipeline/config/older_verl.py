@@ -150,7 +150,6 @@ MOVED: Mapping[str, Moved] = {
     f"{_ACTOR}.tis_imp_ratio_cap": Moved(_CORRECTION, convert=_truncated_at),
     "data.continuous_token": _gone("tokens of a conversation are always continued, by the type of the model"),
     "algorithm.filter_groups.max_num_gen_batches": _gone("prompts are drawn until a step is full"),
-    "global_profiler.steps": _gone("the pipeline profiles no steps; trace.json of a run shows them all"),
     # Generation.
     f"{_ROLLOUT}.mode": Moved(
         f"{_ROLLOUT}.mode", "generation is always asynchronous", convert={"sync": "async"}.get

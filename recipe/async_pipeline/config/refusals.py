@@ -17,6 +17,8 @@ from ..errors import ConfigError
 from .paths import OWN, select
 from .schema import AsyncPipelineConfig
 
+UNREADABLE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+"""What a check may raise on a value that an earlier one has refused."""
 _PLACEHOLDER = re.compile(r"<([\w.]+)>")
 
 
@@ -96,6 +98,21 @@ def refuse(rows: Iterable[Refusal], at: Settings) -> None:
             found[path] = f"{path} {at.fill(row.rule)}, got {value!r}; {at.fill(row.remedy)}"
     if found:
         raise ConfigError(*found.values())
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Call checks. Raises ConfigError with the problems of all that raise one."""
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
+        except UNREADABLE:
+            if not problems:
+                raise
+    if problems:
+        raise ConfigError(*problems)
 
 
 # Values that keys may have.

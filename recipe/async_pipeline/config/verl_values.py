@@ -6,17 +6,21 @@ verl has these names in branches of functions, so that they are listed here; a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .refusals import (
+    ALWAYS,
     Refusal,
+    Settings,
     must_be_one_of,
     must_be_positive,
+    number,
     number_above,
     number_from,
     share,
     whole,
+    whole_or_none,
 )
 from .training_engine import ACTOR, SHARDED
 
@@ -28,21 +32,78 @@ TRUNCATIONS = ("left", "right", "middle", "error")
 SCHEDULERS = ("constant", "cosine")
 """Of FSDP; Megatron reads `lr_decay_style`."""
 
+OF_MEGATRON: Mapping[str, Sequence[str]] = {
+    "optimizer": ("adam", "sgd", "muon"),
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    "weight_decay_incr_style": ("constant", "linear", "cosine"),
+}
+"""Names below the section of a model's optimizer."""
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+
 _ROLLOUT = "actor_rollout_ref.rollout"
+_FSDP = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+_DEFAULT = "leave it out for verl's default"
 
 
 def _or_absent(allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or allowed(value)
 
 
-def _one_of(path: str, values: Sequence[Any], remedy: str) -> Refusal:
+def _given(allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is not None and allowed(value)
+
+
+def _one_of(
+    path: str, values: Sequence[Any], remedy: str, when: Callable[[Settings], Any] = ALWAYS
+) -> Refusal:
     row = must_be_one_of(path, values, remedy)
-    return row._replace(allowed=_or_absent(row.allowed))
+    return row._replace(allowed=_or_absent(row.allowed), when=when)
 
 
-def _scheduler(model: str) -> Refusal:
-    row = _one_of(f"{model}.optim.lr_scheduler_type", SCHEDULERS, "FSDP has no others")
-    return row._replace(when=lambda at: at[f"{model}.strategy"] in SHARDED)
+def _from_0_to_1(value: Any) -> bool:
+    return number_from(0)(value) and (value is None or value <= 1)
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _are_betas(value: Any) -> bool:
+    shares = _given(lambda beta: _from_0_to_1(beta) and beta < 1)
+    return isinstance(value, Sequence) and len(value) == 2 and all(map(shares, value))
+
+
+def _optimizer(model: str) -> Iterator[Refusal]:
+    """Yield the rows of a model's optimizer."""
+    section = f"{model}.optim"
+
+    def fsdp(at: Settings) -> bool:
+        return at[f"{model}.strategy"] in SHARDED
+
+    def megatron(at: Settings) -> bool:
+        return bool(at[f"{model}.strategy"] == "megatron")
+
+    def wsd(at: Settings) -> bool:
+        return megatron(at) and at[f"{section}.lr_decay_style"] == "WSD"
+
+    for path, names, applies in (
+        ("optim.lr_scheduler_type", SCHEDULERS, fsdp),
+        *((f"optim.{name}", names, megatron) for name, names in OF_MEGATRON.items()),
+        ("optim.lr_wsd_decay_style", WSD_STYLES, wsd),
+        ("megatron.dtype", ("bfloat16", "float16", "float32"), megatron),
+    ):
+        yield _one_of(f"{model}.{path}", names, "its engine has no others", applies)
+    no_clipping = "at 0 nothing would be trained; inf does not clip"
+    for name, allowed, rule, remedy, when in (
+        ("lr", _given(number_from(0)), "a number >= 0", "e.g. 1e-6", ALWAYS),
+        ("weight_decay", _given(number_from(0)), "a number >= 0", _DEFAULT, ALWAYS),
+        ("lr_warmup_steps_ratio", _from_0_to_1, "a number from 0 to 1", _DEFAULT, ALWAYS),
+        ("min_lr_ratio", _from_0_to_1, "a number from 0 to 1", _DEFAULT, ALWAYS),
+        ("betas", _or_absent(_are_betas), "two numbers >= 0 and < 1", _DEFAULT, ALWAYS),
+        ("lr_warmup_steps", whole, "a whole number with FSDP", "-1 takes lr_warmup_steps_ratio", fsdp),
+        ("clip_grad", _is_above_0, "a number > 0 with FSDP", no_clipping, fsdp),
+    ):
+        yield Refusal(f"{section}.{name}", allowed, f"must be {rule}", remedy, when)
 
 
 def _sampling(section: str, least: Callable[[Any], bool], rule: str) -> tuple[Refusal, ...]:
@@ -76,12 +137,13 @@ VALUES: tuple[Refusal, ...] = (
         )
     ),
     *(
-        _one_of(f"{ACTOR}.fsdp_config.mixed_precision.{part}_dtype", DTYPES, "leave it out")
+        _one_of(f"{section}.mixed_precision.{part}_dtype", DTYPES, "leave it out")
+        for section in _FSDP
         for part in ("param", "reduce", "buffer")
     ),
     _one_of("data.truncation", TRUNCATIONS, "error refuses prompts that are too long"),
-    _scheduler(ACTOR),
-    _scheduler("critic"),
+    *_optimizer(ACTOR),
+    *_optimizer("critic"),
     *_sampling(_ROLLOUT, number_above(0), "must be a number > 0, since log-probs are divided by it"),
     *_sampling(f"{_ROLLOUT}.val_kwargs", number_from(0), "must be a number >= 0"),
     must_be_positive("data.max_prompt_length", "it is the tokens of the longest prompt"),
@@ -91,15 +153,32 @@ VALUES: tuple[Refusal, ...] = (
     must_be_positive(f"{ACTOR}.ppo_epochs", "it is the passes over each batch"),
     must_be_positive("trainer.total_epochs", "it is the passes over the data"),
     *(
-        Refusal(path, number_from(0), "must be a number >= 0", "e.g. 1e-6")
-        for path in (f"{ACTOR}.optim.lr", "critic.optim.lr")
+        Refusal(path, whole, "must be a whole number", remedy)
+        for path, remedy in (
+            ("trainer.test_freq", "-1 validates at the start only"),
+            ("data.train_max_samples", "-1 takes all rows"),
+            ("data.val_max_samples", "-1 takes all rows"),
+        )
     ),
-    Refusal(
-        "algorithm.kl_ctrl.horizon",
-        number_above(0),
-        "must be a number > 0 with kl_ctrl.type=adaptive",
-        "10000 is verl's default",
-        when=lambda at: at["algorithm.kl_ctrl.type"] == "adaptive",
+    Refusal("data.dataloader_num_workers", _given(whole_or_none), "must be >= 0", "0 reads in the trainer"),
+    *(
+        Refusal(path, _given(number), "must be a number", _DEFAULT)
+        for path in (f"{ACTOR}.entropy_coeff", f"{ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef")
+    ),
+    *(
+        Refusal(f"algorithm.{name}", _given(_from_0_to_1), "must be a number from 0 to 1", _DEFAULT)
+        for name in ("gamma", "lam")
+    ),
+    Refusal("critic.cliprange_value", _given(number_from(0)), "must be a number >= 0", _DEFAULT),
+    *(
+        Refusal(
+            f"algorithm.kl_ctrl.{name}",
+            _given(number_above(0)),
+            "must be a number > 0 with kl_ctrl.type=adaptive",
+            _DEFAULT,
+            when=lambda at: at["algorithm.kl_ctrl.type"] == "adaptive",
+        )
+        for name in ("horizon", "target_kl")
     ),
     _one_of(
         f"{_ROLLOUT}.multi_turn.tool_response_truncate_side",

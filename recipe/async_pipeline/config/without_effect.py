@@ -104,6 +104,18 @@ def without_effect(raw: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]
             yield f"{path} has no effect in a pipeline run: {why}; leave it out"
 
 
+def profiling_off(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys with which a profiler would start in the workers, although no step is profiled: off."""
+    off = {"steps": None, "tool": None, "enable": False}
+    return {
+        path: off[path.rpartition(".")[2]]
+        for path, value in walk(raw)
+        if path.rpartition(".")[0].endswith("profiler") and path.rpartition(".")[2] in off
+        # The tools of workers refer to the one of all.
+        if value and "${" not in str(value)
+    }
+
+
 def _same(given: Any, default: Any) -> bool:
     """Compare values, interpolations without their spaces."""
     if isinstance(given, str) and isinstance(default, str):

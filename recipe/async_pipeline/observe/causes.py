@@ -46,7 +46,7 @@ _REMEDIES = {
     r"No space left|quota exceeded|OutOfDiskError": "free some space, or set trainer.default_local_dir, "
     "trainer.v1.async_pipeline.run_dir or TMPDIR to another disk",
     r"ModuleNotFoundError|ImportError": "install it in the environment of each node",
-    r"EngineDeadError|Engine core": "the first error of EngineCore above has the reason",
+    r"EngineDeadError(?!: the fork server)|Engine core": "the first error of EngineCore above has the reason",
     r"exit code|by `ray.kill`": _LOGS,
     r"ActorDiedError|WorkerCrashedError|ProcessExpired|BrokenProcessPool": "its process was killed (`dmesg` "
     f"of its node tells if memory was full) or crashed; {_LOGS}",

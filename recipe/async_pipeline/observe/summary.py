@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summarize a run as `summary.json`."""
+"""Summarize a run as `summary.json`: its own process does, or else the one that has started it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -17,6 +18,9 @@ from typing import Any
 from ..core.flow import FlowResult
 from ..redaction import without_secrets
 from .causes import one_line
+from .run_files import set_aside
+
+FILE = "summary.json"
 
 
 @dataclass(kw_only=True)
@@ -116,6 +120,26 @@ def write_atomically(path: Path, value: Any, *, unknown: Callable[[Any], Any] | 
     part = path.with_suffix(".part")
     part.write_text(without_secrets(json.dumps(value, indent=2, default=unknown)) + "\n", encoding="utf-8")
     os.replace(part, path)
+
+
+def written_ns(folder: Path) -> int | None:
+    """Return when the summary in a run directory was written, or None without one."""
+    try:
+        return (folder / FILE).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def write_in_its_place(folder: Path, before: int | None, status: str, error: str | None) -> None:
+    """Summarize a run that was killed, or failed before its first step, unless it has done so itself.
+
+    `before`: `written_ns` when it began. A folder that cannot be written to is no error.
+    """
+    if written_ns(folder) not in (None, before):
+        return
+    with suppress(OSError):
+        set_aside(folder / FILE)
+        write_atomically(folder / FILE, {"status": status, "error": error})
 
 
 def status_of(error: BaseException | None) -> str:

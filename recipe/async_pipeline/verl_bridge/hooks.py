@@ -21,6 +21,7 @@ torch, verl nor Ray, so a fault in the rest of the package cannot stop such a ru
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..config.entry_points import is_program
 from ..config.older_verl import asks_for_pipeline, modernised
 from ..config.overrides import quote_names
-from ..config.paths import OWN
+from ..config.paths import OWN, RUNTIME
 from ..config.schema import is_strategy
 from ..config.translation import is_enabled, require_no_stray_keys
 from ..console import EXIT_USERS, echo
@@ -115,7 +116,8 @@ def wait_for(running: Any, config: DictConfig) -> None:
 
     launch.check_cluster(config)
     launch.start_sample_store(config)
-    interrupts.wait_for(running, OmegaConf.select(config, f"{OWN}.faults.notice_s") or 0.0)
+    run_dir = Path(str(OmegaConf.select(config, f"{RUNTIME}.run_dir")))
+    interrupts.wait_for(running, run_dir, OmegaConf.select(config, f"{OWN}.faults.notice_s") or 0.0)
 
 
 def begin(config: DictConfig) -> None:

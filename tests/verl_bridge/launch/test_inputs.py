@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,32 +14,14 @@ import pytest
 
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.lab.tasks.data import write_rows
 from tests import REPOSITORY
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke
+from tests.verl_bridge.launch.conftest import Problems
 
 pytestmark = pytest.mark.real_engine
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-ROW = {"prompt": [{"role": "user", "content": "1+1="}]}
-
-
-Problems = Callable[..., tuple[str, ...]]
-
-
-@pytest.fixture
-def problems(launch: ModuleType, smoke: Smoke) -> Problems:
-    """Return a function that returns the problems of a changed config."""
-
-    def of(changes: dict[str, Any]) -> tuple[str, ...]:
-        try:
-            launch.checked(smoke(changes))
-        except ConfigError as error:
-            return error.problems
-        return ()
-
-    return of
 
 
 @pytest.fixture
@@ -63,97 +44,13 @@ def test_everything_that_is_missing_is_named_at_once(
         "trainer.logger": ["console", "wandb", "swanlab", "wnadb"],
     }
     found = problems(wrong)
-    assert [line.partition(" ")[0] for line in found] == list(wrong)
+    keys = ["data.train_files", *["data.val_files"] * 2, f"{MODEL}.path", *["trainer.logger"] * 3]
+    assert [line.partition(" ")[0] for line in found] == keys
     assert "got '~/train.parquet', where there is no file; write the home folder out" in found[0]
     assert "got 'a.parquet', where there is no file; correct the path" in found[1]
-    assert "must be a model's folder or its name on the Hub, got './model'" in found[2]
-    assert "got 'wandb' without; set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline" in found[3]
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (
-            {"train_batch_size": 5000},
-            "must have at least data.train_batch_size=5000 rows, .*, got 4096; lower",
-        ),
-        ({"train_max_samples": 15}, "must have at least data.train_batch_size=16 rows, .* got 15"),
-        ({"train_files": ["{}/train.parquet", "{}/val.parquet"], "train_max_samples": 4097}, ""),
-        ({"train_files": "{}/*.parquet"}, ""),
-        ({"train_files": "{}"}, "must end in .parquet, .json, .jsonl, got "),
-        ({"train_files": []}, r"must be a file or a list of files, got \[\]; name at least one"),
-        ({"train_files": "hdfs://far/away.parquet", "train_batch_size": 5000}, ""),
-        (
-            {"prompt_key": "prompts"},
-            r"prompt_key must be a column of data.train_files, got 'prompts' \(did you",
-        ),
-        ({"train_files": "anything", "custom_cls.path": "pkg://mine", "custom_cls.name": "Mine"}, ""),
-    ],
-)
-def test_data_is_read_as_verl_would(
-    problems: Problems, tmp_path: Path, changes: dict[str, Any], line: str
-) -> None:
-    task = str(tmp_path / "task")
-    filled = {
-        f"data.{key}": json.loads(json.dumps(value).replace("{}", task)) for key, value in changes.items()
-    }
-    if batch := changes.get("train_batch_size"):
-        filled |= {"actor_rollout_ref.actor.ppo_mini_batch_size": batch}
-    found = [problem for problem in problems(filled) if "data." in problem.partition(" ")[0]]
-    assert bool(found) == bool(line)
-    assert not line or re.search(line, found[0])
-
-
-def test_rows_of_json_are_counted_and_damage_is_named(problems: Problems, tmp_path: Path) -> None:
-    lines = [json.dumps(ROW)] * 16
-    good, few, array = tmp_path / "good.jsonl", tmp_path / "few.jsonl", tmp_path / "array.json"
-    good.write_text("\n".join(lines) + "\n\n")
-    few.write_text("\n".join(lines[1:]))
-    array.write_text(json.dumps([ROW] * 16))
-    assert not problems({"data.train_files": str(good)}) and not problems({"data.train_files": str(array)})
-    assert "got 15; lower" in problems({"data.train_files": str(few)})[0]
-
-    whole = (tmp_path / "task" / "train.parquet").read_bytes()
-    (tmp_path / "half.parquet").write_bytes(whole[: len(whole) // 2])
-    good.write_text("{not json\n")
-    for name in ("half.parquet", "good.jsonl"):
-        (problem,) = problems({"data.train_files": str(tmp_path / name)})
-        assert problem.startswith(f"data.train_files cannot be read: {tmp_path / name}: ")
-
-
-def test_an_empty_validation_is_refused(problems: Problems, tmp_path: Path) -> None:
-    write_rows([ROW], tmp_path / "val.parquet")
-    assert not problems({"data.val_files": str(tmp_path / "val.parquet")})
-    (tmp_path / "val.jsonl").write_text("")
-    (problem,) = problems({"data.val_files": str(tmp_path / "val.jsonl")})
-    assert problem == "data.val_files must have a row, got 0; validate on other data"
-
-
-@pytest.mark.parametrize(
-    ("row", "line"),
-    [
-        ({"data_source": "openai/gsm8k"}, ""),
-        (
-            {"data_source": "my/task"},
-            "data.train_files must have data sources that verl's reward function knows, got 'my/task'; set "
-            "reward.custom_reward_function.path",
-        ),
-        (
-            {},
-            "data.train_files must have the column data_source, got none; set "
-            "reward.custom_reward_function.path, and add the column",
-        ),
-        ({"data_source": "my/task", "agent_name": "my_loop"}, ""),
-    ],
-)
-def test_verls_reward_function_knows_the_data(
-    problems: Problems, tmp_path: Path, row: dict[str, Any], line: str
-) -> None:
-    write_rows([ROW | row] * 16, tmp_path / "train.parquet")
-    validated = {"trainer.test_freq": -1, "trainer.val_before_train": False}
-    changes = {"data.train_files": str(tmp_path / "train.parquet"), **validated}
-    assert not problems(changes), "the run has a reward function"
-    assert problems(changes | {"reward.custom_reward_function.path": None}) == ((line,) if line else ())
+    assert "must end in .parquet, .json, .jsonl, got 'b.csv'" in found[2]
+    assert "must be a model's folder or its name on the Hub, got './model'" in found[3]
+    assert "got 'wandb' without; set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline" in found[4]
 
 
 def test_a_model_has_all_its_files_and_can_chat(problems: Problems, tmp_path: Path) -> None:
@@ -278,3 +175,19 @@ def test_engines_and_adapters_need_their_packages(
     lora = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
     (line,) = problems({strategy: "fsdp_turbo", **lora})
     assert line.startswith(f"{strategy} must be fsdp2 or megatron with LoRA, got 'fsdp_turbo'; adapters of")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optimizer": "adamw"}, "must be a class of torch.optim (Adafactor, .*, got 'adamw' (did you mean"),
+        ({"optimizer": "SGD"}, ""),
+        ({"optimizer_impl": "bitsandbites.optim"}, "must be an installed module, got 'bitsandbites.optim'"),
+        ({"optimizer_impl": "tests.fakes", "optimizer": "AdamW8bit"}, ""),
+    ],
+)
+def test_an_optimizer_of_fsdp_can_be_imported(problems: Problems, changes: dict[str, Any], line: str) -> None:
+    found = problems({f"actor_rollout_ref.actor.optim.{key}": value for key, value in changes.items()})
+    path = f"actor_rollout_ref.actor.optim.{next(iter(changes))}"
+    assert [problem.partition(" ")[0] for problem in found] == ([path] if line else [])
+    assert re.search(".*".join(map(re.escape, line.split(".*"))), "".join(found))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -91,7 +92,7 @@ def test_ctrl_c_lets_the_run_write_its_files(tmp_path: Path) -> None:
     running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(log, "for ever")
     pressed = signal_once(log)
     with pytest.raises(KeyboardInterrupt):
-        interrupts.wait_for(running)
+        interrupts.wait_for(running, tmp_path)
     pressed.join()
     assert log.read_text() == "begun\ninterrupted\n"
     assert ray.wait([running], timeout=0)[0] == [running], "the run has ended"
@@ -105,7 +106,7 @@ def test_sigterm_lets_the_run_write_a_checkpoint_if_there_is_time(
     running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(log, "for ever")
     sent = signal_once(log, signal.SIGTERM)
     with pytest.raises(SystemExit):
-        interrupts.wait_for(running, notice_s)
+        interrupts.wait_for(running, tmp_path, notice_s)
     sent.join()
     assert log.read_text().split() == ["begun", *lines]
 
@@ -113,7 +114,7 @@ def test_sigterm_lets_the_run_write_a_checkpoint_if_there_is_time(
 @pytest.mark.parametrize("how", ["return", "fail"])
 def test_the_outcome_of_a_run_is_left_to_the_caller(tmp_path: Path, how: str) -> None:
     running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(tmp_path / "log", how)
-    interrupts.wait_for(running)
+    interrupts.wait_for(running, tmp_path)
     if how == "return":
         assert ray.get(running) == "completed"
     else:
@@ -124,12 +125,15 @@ def test_the_outcome_of_a_run_is_left_to_the_caller(tmp_path: Path, how: str) ->
 @pytest.mark.parametrize(
     ("how", "cause"), [("die", "ActorDiedError: "), ("fail", "RuntimeError: the real error")]
 )
-def test_the_driver_prints_a_cause_that_the_run_has_not_printed(
+def test_the_driver_tells_a_cause_that_the_run_has_not_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, cause: str
 ) -> None:
     running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(tmp_path / "log", how)
-    interrupts.wait_for(running)
+    interrupts.wait_for(running, tmp_path)
     assert f"cause: {cause}" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["error"].startswith(cause)
+    assert how == "fail" or "its process was killed (`dmesg`" in summary["error"]
 
 
 def test_a_run_that_ignores_ctrl_c_does_not_delay_the_end(
@@ -146,8 +150,9 @@ def test_a_run_that_ignores_ctrl_c_does_not_delay_the_end(
     running = deaf.run.remote(log)
     signal_once(log)
     with pytest.raises(KeyboardInterrupt):
-        interrupts.wait_for(running)
+        interrupts.wait_for(running, tmp_path)
     assert ray.wait([running], timeout=0)[0] == []
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "interrupted", "error": None}
     ray.kill(deaf)
 
 

@@ -88,10 +88,20 @@ def test_a_process_has_the_environment_of_its_creator(
     assert found["title"] == "VLLM::EngineCore", "users and `bench` identify the process by its title"
 
 
+def preforked(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.fakes.preforked", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S)
+
+
 def test_with_the_imports_made_the_fork_server_is_a_fork() -> None:
-    command = [sys.executable, "-m", "tests.fakes.preforked"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S)
+    done = preforked()
     assert done.stdout.splitlines() == ["True True 0"], done.stderr
+
+
+def test_a_fork_server_that_fails_says_why() -> None:
+    done = preforked("broken")
+    assert "RuntimeError: no descriptors are left" in done.stderr
+    assert done.stdout.startswith("the fork server ended while it started "), done.stderr
 
 
 def test_the_switch_is_added_to_verls_runtime_environment() -> None:

@@ -117,6 +117,16 @@ def test_names_of_values_are_verls(load: Load) -> None:
     assert names - {"full"} == {name.rstrip("+") for name in verl_values.KL}, "verl's `full` raises"
 
 
+def test_names_of_values_are_megatrons(load: Load) -> None:
+    source = inspect.getsource(load("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler)
+    for path, names in (
+        ("lr_decay_style", verl_values.OF_MEGATRON["lr_decay_style"]),
+        ("wd_incr_style", verl_values.OF_MEGATRON["weight_decay_incr_style"]),
+        ("lr_wsd_decay_style", verl_values.WSD_STYLES),
+    ):
+        assert set(re.findall(rf"self\.{path} == ['\"]([\w-]+)['\"]", source)) == set(names)
+
+
 @pytest.mark.parametrize("method", ["token", "sequence", "batch", 1, None])
 def test_a_correction_that_is_not_tried_is_one_that_verl_accepts(module: ModuleType, method: Any) -> None:
     numbers = (1e-9, 0.5, 1, 2.0, 1e30, 0, -1, float("inf"), float("nan"), True, None, "2.0", "0.5_5.0")

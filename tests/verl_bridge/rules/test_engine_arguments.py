@@ -19,8 +19,10 @@ from recipe.async_pipeline.verl_bridge.rules.engine_arguments import (
     ROLLOUT,
     check_arguments,
     check_engine_names,
+    check_load_format,
     declared_arguments,
     largest_adapter_rank,
+    load_formats,
 )
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke, refused
@@ -204,3 +206,21 @@ def test_a_rank_that_vllm_does_not_serve_is_refused(
     monkeypatch.setattr(checks, "largest_adapter_rank", lambda: None)
     unread = checks.checked(smoke(adapters), planning=True)
     assert unread.unchecked == ("the largest rank of an adapter, for which verl asks vllm",)
+
+
+def test_the_forms_of_weights_are_the_installed_engines(installed: Path) -> None:
+    check_load_format("vllm", "unread")
+    file, _ = engine_arguments.LOAD_FORMATS["vllm"]
+    (installed / file).parent.mkdir(parents=True)
+    (installed / file).write_text('LoadFormats = Literal[\n    "auto",\n    "dummy",\n]\n', encoding="utf-8")
+    for name in ("auto", "dummy", None):
+        check_load_format("vllm", name)
+    with pytest.raises(ConfigError, match=r"load_format must be one of auto, dummy .* 'dumy' \(did you mean"):
+        check_load_format("vllm", "dumy")
+
+
+@pytest.mark.real_engine
+def test_the_forms_of_weights_are_read_from_the_engines(load: Load) -> None:
+    known = load("typing").get_args(load("vllm.model_executor.model_loader").LoadFormats)
+    assert load_formats("vllm") == known
+    assert load_formats("sglang") == tuple(load("sglang.srt.server_args").LOAD_FORMAT_CHOICES)

@@ -178,7 +178,7 @@ def data_of(files: RunFiles) -> RunData:
         pictures=files.pictures,
         mismatch=series_of(rows, f"{PREFIX}drift/max"),
         fates={fate: int(summary.get(f"groups_{fate}") or 0) for fate in FATES}
-        if summary
+        if "steps" in summary  # otherwise not the run's own
         else found.pop("counted", {}),
         regenerated=int(summary.get("groups_regenerated") or 0),
         answer_s=series_of(rows, f"{PREFIX}bias/seconds/trained_mean").y,

@@ -8,13 +8,12 @@ note.
 
 from __future__ import annotations
 
-import glob
 import json
 import netrc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -22,33 +21,14 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants
 
 from ...config.adapters import adapter_rank
-from ...config.batch_sizes import BATCH
 from ...config.paths import hint, select
-from ...config.training_engine import OTHERS
-from ..reward.default_function import uses_default, verl_knows
+from ...config.training_engine import OTHERS, SHARDED
 from ..rules.megatron_rules import makes_adapters
 from ..rules.model_rules import HUB_NAME, cached_config
-from .chat_check import in_a_line, why_no_chat
-from .light_verl import registered_agent_loops
+from .chat_check import why_no_chat
+from .data_files import InputFault, faults_of_data
 
-SOURCE, AGENT = "data_source", "agent_name"
-"""Columns: what the reward function of a row is, and the agent loop."""
-SCORER = "set reward.custom_reward_function.path"
-MODEL, PROMPT_KEY, LOGGER = "actor_rollout_ref.model", "data.prompt_key", "trainer.logger"
-FILES = {"train": "data.train_files", "val": "data.val_files"}
-FORMATS = (".parquet", ".json", ".jsonl")
-"""What verl's data set reads."""
-WHOLE_JSON_BYTES = 64 << 20
-"""A larger JSON file that is one array is not read here."""
-
-
-class InputFault(NamedTuple):
-    """What a run could not read."""
-
-    problem: str
-    """The line of an error."""
-    absent: str = ""
-    """What is missing here but may exist where the run will be; empty if the fault is in the thing itself."""
+MODEL, LOGGER = "actor_rollout_ref.model", "trainer.logger"
 
 
 def faults(
@@ -59,7 +39,7 @@ def faults(
     `critic`: it has one. `images`: its policy draws pictures, so that it has no chat. `scored`: its episodes
     come with rewards.
     """
-    yield from _faults_of_data(config, scored=scored or images)
+    yield from faults_of_data(config, scored=scored or images)
     # `diffusers_rules` reads a pipeline of diffusers.
     models = [] if images else [f"{MODEL}.path"]
     models += ["critic.model.path"] if critic and not images else []
@@ -69,13 +49,13 @@ def faults(
     if not images:
         yield from _faults_of_tokenizer(config)
     yield from _faults_of_trackers(config)
-    yield from _faults_of_engine(config)
+    yield from _faults_of_engine(config, critic=critic)
 
 
 # The training engine.
 
 
-def _faults_of_engine(config: Mapping[str, Any]) -> Iterator[InputFault]:
+def _faults_of_engine(config: Mapping[str, Any], *, critic: bool) -> Iterator[InputFault]:
     """Check what verl imports when it makes the engine; its FSDP and Megatron are checked elsewhere."""
     key = "actor_rollout_ref.actor.strategy"
     strategy = str(select(config, key))
@@ -90,142 +70,29 @@ def _faults_of_engine(config: Mapping[str, Any]) -> Iterator[InputFault]:
             "install one with peft.utils.create_peft, newer than 0.3.1, or use fsdp2",
             "adapters of Megatron, for which the installed megatron-bridge is too old",
         )
+    for model in ("actor_rollout_ref.actor", *(("critic",) if critic else ())):
+        if select(config, f"{model}.strategy") in SHARDED:
+            yield from _faults_of_optimizer(config, f"{model}.optim")
 
 
-# Data.
-
-
-class _Contents(NamedTuple):
-    rows: int | None
-    columns: Sequence[str] | None
-    sources: Sequence[str] = ()
-    """Values of the column `data_source`; of a JSON file, the first one."""
-
-
-def _faults_of_data(config: Mapping[str, Any], *, scored: bool) -> Iterator[InputFault]:
-    """Check the files of verl's own data set; a custom one may take anything."""
-    if select(config, "data.custom_cls.path"):
-        return
-    batch = int(select(config, BATCH))
-    for kind, key in FILES.items():
-        value = select(config, key)
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
-            yield InputFault(f"{key} must be a file or a list of files, got {value!r}; name at least one")
-            continue
-        found: list[_Contents] = []
-        wrong: list[InputFault] = []
-        for name in names:
-            for file in [name] if "://" in name else _expanded(name):
-                contents = _contents_of(key, file, config, batch)
-                wrong += [contents] if isinstance(contents, InputFault) else []
-                found += [] if isinstance(contents, InputFault) else [contents]
-        yield from wrong
-        rows = [contents.rows for contents in found]
-        if not wrong and None not in rows:
-            total = sum(row for row in rows if row is not None)
-            most = select(config, f"data.{kind}_max_samples")
-            total = min(total, most) if isinstance(most, int) and most > 0 else total
-            yield from _faults_of_size(key, kind, total, batch)
-        if not scored and (kind == "train" or _validates(config)):
-            yield from _faults_of_sources(key, config, found)
-
-
-def _validates(config: Mapping[str, Any]) -> bool:
-    return bool(select(config, "trainer.val_before_train")) or (select(config, "trainer.test_freq") or 0) > 0
-
-
-def _faults_of_sources(
-    key: str, config: Mapping[str, Any], found: Sequence[_Contents]
-) -> Iterator[InputFault]:
-    """Check that verl's reward function knows the data, if it scores the run and each row is verl's."""
-    loop = select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
-    if loop not in registered_agent_loops() or not uses_default(config):
-        return
-    for contents in found:
-        if AGENT in (contents.columns or ()):
-            continue
-        if contents.columns is not None and SOURCE not in contents.columns:
-            yield InputFault(f"{key} must have the column {SOURCE}, got none; {SCORER}, and add the column")
-            return
-        if unknown := [source for source in contents.sources if not verl_knows(source)]:
-            yield InputFault(
-                f"{key} must have data sources that verl's reward function knows, got {unknown[0]!r}; "
-                f"{SCORER}"
-            )
-            return
-
-
-def _faults_of_size(key: str, kind: str, rows: int, batch: int) -> Iterator[InputFault]:
-    if kind == "train" and rows < batch:
+def _faults_of_optimizer(config: Mapping[str, Any], section: str) -> Iterator[InputFault]:
+    """Check the class that verl's FSDP imports; of torch, it is looked up in the source."""
+    module, name = (str(select(config, f"{section}.{key}")) for key in ("optimizer_impl", "optimizer"))
+    package = find_spec(module.partition(".")[0])
+    if package is None:
         yield InputFault(
-            f"{key} must have at least {BATCH}={batch} rows, with data.train_max_samples, got {rows}; "
-            "lower the batch size, or add data: a run would end after 0 steps"
+            f"{section}.optimizer_impl must be an installed module, got {module!r}; install it, or use "
+            "torch.optim",
+            f"the package of {section}.optimizer_impl={module}, which is not installed here",
         )
-    if kind == "val" and not rows:
-        yield InputFault(f"{key} must have a row, got 0; validate on other data")
-
-
-def _expanded(name: str) -> list[str]:
-    """Return the files that a pattern stands for, or the name if it is none or nothing matches."""
-    return sorted(glob.glob(name)) or [name] if glob.has_magic(name) and not Path(name).exists() else [name]
-
-
-def _contents_of(key: str, name: str, config: Mapping[str, Any], enough: int) -> _Contents | InputFault:
-    """Return the rows (at least, if there are `enough`) and columns of a data file, or its fault."""
-    if not name.endswith(FORMATS):
-        return InputFault(f"{key} must end in {', '.join(FORMATS)}, got {name!r}; convert it")
-    if "://" in name:
-        return _Contents(None, None)
-    path = Path(name)
-    if not path.is_file():
-        what = "a folder" if path.is_dir() else "no file"
-        home = "; write the home folder out" if name.startswith("~") else "; correct the path"
-        return InputFault(
-            f"{key} must name files, got {name!r}, where there is {what}{home}",
-            f"{key}={name}, which is not on this machine",
-        )
-    try:
-        contents = _read_parquet(path) if name.endswith(".parquet") else _read_json(path, enough)
-    except (OSError, ValueError) as error:  # Arrow's errors are among them
-        return InputFault(f"{key} cannot be read: {name}: {in_a_line(error)}; make the file again")
-    prompt = str(select(config, PROMPT_KEY) or "prompt")
-    if contents.columns is not None and prompt not in contents.columns:
-        return InputFault(
-            f"{PROMPT_KEY} must be a column of {key}, got {prompt!r}{hint(prompt, contents.columns)}; "
-            f"{name} has {', '.join(contents.columns) or 'none'}"
-        )
-    return contents
-
-
-def _read_parquet(path: Path) -> _Contents:
-    from pyarrow import parquet
-
-    with parquet.ParquetFile(path) as file:
-        rows, names = file.metadata.num_rows, file.schema_arrow.names
-    if SOURCE not in names:
-        return _Contents(rows, names)
-    with parquet.ParquetFile(path, read_dictionary=[SOURCE]) as file:
-        chunks = file.read([SOURCE])[SOURCE].chunks
-    values = (getattr(chunk, "dictionary", chunk).to_pylist() for chunk in chunks)
-    return _Contents(rows, names, list(dict.fromkeys(map(str, chain.from_iterable(values)))))
-
-
-def _read_json(path: Path, enough: int) -> _Contents:
-    with path.open("rb") as file:
-        if file.read(1) == b"[":
-            rows = json.loads(path.read_bytes()) if path.stat().st_size <= WHOLE_JSON_BYTES else None
-            return _Contents(None if rows is None else len(rows), None)
-        file.seek(0)
-        lines = (line for line in file if line.strip())
-        first = next(lines, b"")
-        if not first:
-            return _Contents(0, None)
-        row = json.loads(first)
-        rest = sum(1 for line, _ in zip(lines, range(enough), strict=False))
-        if not isinstance(row, Mapping):
-            return _Contents(1 + rest, None)
-        return _Contents(1 + rest, list(row), [str(row[SOURCE])] if SOURCE in row else [])
+    elif module == "torch.optim" and package.origin:
+        source = Path(package.origin).with_name("optim") / "__init__.py"
+        known = re.findall(r'^    "([A-Z]\w+)",$', source.read_text("utf-8"), re.MULTILINE)
+        if known and name not in known:
+            yield InputFault(
+                f"{section}.optimizer must be a class of torch.optim ({', '.join(known)}), got {name!r}"
+                f"{hint(name, known)}; correct it, or set optimizer_impl to its module"
+            )
 
 
 # Models.

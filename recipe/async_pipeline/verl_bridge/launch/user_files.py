@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from ..process import user_modules
 from ..process.user_modules import FILE, PACKAGE
-from .inputs import InputFault
+from .data_files import InputFault
 from .light_verl import registered_agent_loops, registered_reward_managers, registered_tool_parsers, suffices
 
 ROLLOUT = "actor_rollout_ref.rollout"

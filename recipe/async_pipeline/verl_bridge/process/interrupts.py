@@ -17,13 +17,15 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 
-from ...observe.causes import causes
+from ...observe.causes import causes, one_line
+from ...observe.summary import write_in_its_place, written_ns
 from ...processes import WATCH_PID, end_signals, end_with_ancestor
 
 T = TypeVar("T")
@@ -33,13 +35,16 @@ END_S = 10.0
 """Seconds for the run to write its summary and close its files; `watch` kills the rest after twice that."""
 
 
-def wait_for(running: Any, notice_s: float = 0.0) -> None:
+def wait_for(running: Any, run_dir: Path, notice_s: float = 0.0) -> None:
     """Wait for a run, given as its ObjectRef, to end, successfully or not.
 
-    Prints the cause if the run's own process could not, because it was killed, or failed outside of our code.
+    Prints the cause and writes the summary if the run's own process could not, because it was killed, or
+    failed outside of our code.
+
     Raises KeyboardInterrupt on Ctrl-C, or SystemExit on SIGTERM and SIGHUP, after cancelling the run and
     waiting at most END_S for its end, after SIGTERM `notice_s` longer.
     """
+    before = written_ns(run_dir)
     with _exit_on_signals() as received:
         try:
             ray.wait([running])
@@ -50,9 +55,13 @@ def wait_for(running: Any, notice_s: float = 0.0) -> None:
                 patience_s += notice_s
             ray.cancel(running, recursive=False)  # the run cancels its own calls
             ray.wait([running], timeout=patience_s)
+            write_in_its_place(run_dir, before, "interrupted", None)
             raise
-    with suppress(Exception), causes():
-        ray.get(running)
+    try:
+        with causes():
+            ray.get(running)
+    except Exception as error:  # noqa: BLE001  left to the caller
+        write_in_its_place(run_dir, before, "failed", one_line(error))
 
 
 @contextmanager

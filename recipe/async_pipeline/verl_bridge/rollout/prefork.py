@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import forkserver, resource_tracker, util
@@ -24,6 +25,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from threading import Event
 from typing import Any
 
+from ...errors import EngineDeadError
 from ...processes import end_with_parent
 
 EARLY = "ASYNC_PIPELINE_EARLY_ENGINE"
@@ -65,13 +67,18 @@ def _forks() -> Iterator[None]:
     def fork(path: Any, arguments: Any, descriptors: Sequence[int]) -> int:
         if pid := os.fork():
             return pid
+        status = 1
         try:
             # The pipe whose end would end it is also open here.
             end_with_parent()
             listener, alive = descriptors
             forkserver.main(listener, alive, preload=[])
+        except SystemExit:
+            status = 0
+        except Exception:  # noqa: BLE001  the frames of the parent must not handle it
+            traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(status)
 
     resource_tracker.ensure_running()  # otherwise `ensure_running` spawns it too
     spawn = util.spawnv_passfds
@@ -108,6 +115,16 @@ class _Process(ForkServerProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._environment = dict(os.environ)
+
+    def start(self) -> None:
+        """Raises EngineDeadError if the fork server, or the new process, ends meanwhile."""
+        try:
+            super().start()
+        except (EOFError, ConnectionError) as error:
+            raise EngineDeadError(
+                f"the fork server ended while it started {self.name}; its traceback above has the reason, "
+                "unless the kernel killed it"
+            ) from error
 
     def run(self) -> None:
         end_with_parent()

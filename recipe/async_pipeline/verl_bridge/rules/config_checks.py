@@ -22,12 +22,13 @@ from ...config.misplaced import SWITCHES
 from ...config.older_verl import corrected
 from ...config.paths import MODE, OWN, PATCH_FREE, select
 from ...config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
-from ...config.refusals import Settings, refuse
+from ...config.refusals import UNREADABLE, Settings, refuse
 from ...config.sample_store import fit_capacity
 from ...config.schema import AsyncPipelineConfig
 from ...config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ...config.user_classes import find_class, schedule_at
 from ...config.verl_options import REWARDS
+from ...config.without_effect import profiling_off
 from ...core.graph import GRAPH, OPTIONAL, graph_of
 from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched
@@ -116,7 +117,8 @@ def _require_patches(review: Review) -> None:
 def _translate(review: Review) -> None:
     """Raises ConfigError if one of our keys is unknown, misplaced, contradictory or has a wrong value."""
     found = resolve(review.raw)
-    review.translation = replace(found, notes=(*found.notes, *keys_without_effect(review.raw)))
+    notes = (*found.notes, *keys_without_effect(review.raw))
+    review.translation = replace(found, verl={**found.verl, **profiling_off(review.raw)}, notes=notes)
 
 
 def _apply_translation(review: Review) -> None:
@@ -204,11 +206,6 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
         target = spec.partition("@")[0]
         if ":" in target:
             find_class(target, f"{OWN}.custom_stages")
-
-
-def _require_rewards(review: Review) -> None:
-    """Raises ConfigError if the knobs do not fit the rewards."""
-    refuse(REWARDS, Settings(review.config, review.knobs))
 
 
 def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -355,7 +352,7 @@ CHECKS: tuple[Check, ...] = (
     Check(lambda review: check_sections(review.config), stops=True),
     Check(_translate, stops=True),
     Check(lambda review: _require_importable(review.knobs)),
-    Check(_require_rewards),
+    Check(lambda review: refuse(REWARDS, Settings(review.config, review.knobs))),
     Check(lambda review: check_environment(review.knobs.agentic)),
     Check(lambda review: program_values(review.knobs.agentic)),
     Check(_apply_translation, stops=True),
@@ -381,7 +378,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _problems(review: Review) -> Iterator[str]:
-    """Run the checks; yield one line for each problem, for each key the first."""
+    """Run the checks; yield one line for each problem; the first check that refuses a key decides."""
     keys: set[str] = set()
     for check in CHECKS:
         if (check.last and keys) or (check.needs and not hasattr(review, check.needs)):
@@ -389,14 +386,11 @@ def _problems(review: Review) -> Iterator[str]:
         try:
             check.run(review)
         except ConfigError as error:
-            for problem in error.problems:
-                key = problem.partition(" ")[0]
-                if key not in keys:
-                    keys.add(key)
-                    yield problem
+            new = [problem for problem in error.problems if problem.partition(" ")[0] not in keys]
+            yield from dict.fromkeys(new)
+            keys.update(problem.partition(" ")[0] for problem in new)
             if check.stops:
                 return
-        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, OmegaConfBaseException):
-            # A value that was refused before may be one that this check cannot read.
+        except (*UNREADABLE, OmegaConfBaseException):
             if not keys:
                 raise

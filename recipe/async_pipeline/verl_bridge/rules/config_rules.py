@@ -15,7 +15,7 @@ from ...config.divisibility import check_replicas
 from ...config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ...config.paths import OWN, hint, select, walk
 from ...config.placement import Placement
-from ...config.refusals import Settings, refuse
+from ...config.refusals import Settings, check_all, refuse
 from ...config.rollout_correction import (
     CORRECTION,
     LEFT_OUT,
@@ -200,27 +200,31 @@ def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineC
 
 def check_corrections(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError if the rollout correction would be left out silently, or be wrong."""
-    refuse((*LEFT_OUT, *SAMPLING), Settings(config, knobs))
-    check_estimator(config, {*registered_estimators(), FLOW_GRPO})
     # Losses that an external library registers in the workers are unknown here.
-    check_loss(
-        config,
-        None
-        if OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
-        else {*registered_losses(), *OWN_LOSSES},
+    external = OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
+    check_all(
+        lambda: refuse((*LEFT_OUT, *SAMPLING), Settings(config, knobs)),
+        lambda: check_estimator(config, {*registered_estimators(), FLOW_GRPO}),
+        lambda: check_loss(config, None if external else {*registered_losses(), *OWN_LOSSES}),
+        lambda: _check_loss_keys(config.actor_rollout_ref.actor.policy_loss),
+        lambda: _try_correction(OmegaConf.select(config, CORRECTION) or {}),
     )
 
-    losses = config.actor_rollout_ref.actor.policy_loss
-    if losses.get("_target_") in (STOCK_LOSS_CONFIG, LOSS_CONFIG):
-        known = [*fields_of(STOCK_LOSS_CONFIG), *PARAMETERS]
-        for name in losses:
-            if name not in known and name != "_target_":
-                raise ConfigError(
-                    f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(str(name), known)}; keys: "
-                    f"{', '.join(known)}"
-                )
 
-    _try_correction(OmegaConf.select(config, CORRECTION) or {})
+def _check_loss_keys(losses: DictConfig) -> None:
+    """Raises ConfigError for keys of `policy_loss` that no loss of verl or this package reads."""
+    if losses.get("_target_") not in (STOCK_LOSS_CONFIG, LOSS_CONFIG):
+        return
+    known = [*fields_of(STOCK_LOSS_CONFIG), *PARAMETERS]
+    unknown = [str(name) for name in losses if name not in known and name != "_target_"]
+    if unknown:
+        raise ConfigError(
+            *(
+                f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(name, known)}; keys: "
+                f"{', '.join(known)}"
+                for name in unknown
+            )
+        )
 
 
 def is_plain_weight(name: str, method: Any, threshold: Any) -> bool:

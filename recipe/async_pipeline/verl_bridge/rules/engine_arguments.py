@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from ...config.paths import hint
+from ...config.refusals import check_all
 from ...errors import ConfigError
 from ...installed.engines import find_spec
 from ...redaction import shown
@@ -31,6 +33,11 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 CLASSES = ("ServerArgs", "EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
 AS_OPTIONS = ("vllm",)
 """verl starts these through their command line, where `-` equals `_`; the others by keyword arguments."""
+LOAD_FORMATS: Mapping[str, tuple[str, str]] = {
+    "sglang": ("srt/server_args.py", r"^LOAD_FORMAT_CHOICES = \[(.*?)\]"),
+    "vllm": ("model_executor/model_loader/__init__.py", r"^LoadFormats = Literal\[(.*?)\]"),
+}
+"""By engine, the file and the place of the names."""
 _RANKS = re.compile(r"^MaxLoRARanks = Literal\[([\d, ]+)\]", re.MULTILINE)
 
 
@@ -39,19 +46,30 @@ def check_engine_names(sections: Mapping[str, Any], chosen: str) -> None:
 
     `chosen`: the engine of the run. Values of None are not passed on to an engine.
     """
-    for name, value in sections.items():
-        if name not in ENGINES:
-            raise ConfigError(
-                f"{ROLLOUT}.engine_kwargs.{name} must be the section of an engine ({', '.join(ENGINES)}), "
-                f"got {shown(str(name), value)}{hint(str(name), ENGINES)}; correct the name, or leave it out"
-            )
-        given = [key for key, one in value.items() if one is not None] if isinstance(value, Mapping) else []
-        if given and name != chosen:
-            path = f"{ROLLOUT}.engine_kwargs.{name}.{given[0]}"
-            raise ConfigError(
-                f"{path} requires {ROLLOUT}.name={name}, got {ROLLOUT}.name={chosen}, which ignores it; "
-                "leave it out, or choose that engine"
-            )
+    check_all(*(partial(_check_section, str(name), value, chosen) for name, value in sections.items()))
+
+
+def _check_section(name: str, value: Any, chosen: str) -> None:
+    if name not in ENGINES:
+        raise ConfigError(
+            f"{ROLLOUT}.engine_kwargs.{name} must be the section of an engine ({', '.join(ENGINES)}), got "
+            f"{shown(name, value)}{hint(name, ENGINES)}; correct the name, or leave it out"
+        )
+    given = [key for key, one in value.items() if one is not None] if isinstance(value, Mapping) else []
+    if given and name != chosen:
+        raise ConfigError(
+            f"{ROLLOUT}.engine_kwargs.{name}.{given[0]} requires {ROLLOUT}.name={name}, got "
+            f"{ROLLOUT}.name={chosen}, which ignores it; leave it out, or choose that engine"
+        )
+
+
+def check_load_format(engine: str, name: Any) -> None:
+    """Raises ConfigError if the engine does not load weights in this form."""
+    if name is not None and (known := load_formats(engine)) and name not in known:
+        raise ConfigError(
+            f"{ROLLOUT}.load_format must be one of {', '.join(known)} with the installed {engine}, got "
+            f"{name!r}{hint(str(name), known)}; correct it"
+        )
 
 
 def check_arguments(engine: str, arguments: Mapping[str, Any]) -> None:
@@ -61,32 +79,46 @@ def check_arguments(engine: str, arguments: Mapping[str, Any]) -> None:
     """
     if not arguments or engine not in SOURCES:
         return
-    known = arguments_of(engine)
-    if not known:
-        return
+    if known := arguments_of(engine):
+        check_all(*(partial(_check_argument, engine, str(key), arguments[key], known) for key in arguments))
 
-    for key, value in arguments.items():
-        name = str(key).replace("-", "_") if engine in AS_OPTIONS else str(key)
-        if name not in known and not (engine in AS_OPTIONS and name.removeprefix("no_") in known):
-            raise ConfigError(
-                f"{ROLLOUT}.engine_kwargs.{engine}.{key} must be an argument of the installed {engine}, "
-                f"got {shown(str(key), value)}{hint(name.replace('-', '_'), sorted(known))}; correct the "
-                "name, or leave it out"
-            )
-        if known.get(name) and value is not None and not isinstance(value, bool):
-            raise ConfigError(
-                f"{ROLLOUT}.engine_kwargs.{engine}.{key} must be True or False, got "
-                f"{shown(str(key), value)}; correct it, or leave it out"
-            )
+
+def _check_argument(engine: str, key: str, value: Any, known: Mapping[str, bool]) -> None:
+    name, path = key.replace("-", "_"), f"{ROLLOUT}.engine_kwargs.{engine}.{key}"
+    given = name if engine in AS_OPTIONS else key
+    if given not in known and not (engine in AS_OPTIONS and given.removeprefix("no_") in known):
+        raise ConfigError(
+            f"{path} must be an argument of the installed {engine}, got "
+            f"{shown(key, value)}{hint(name, sorted(known))}; correct the name, or leave it out"
+        )
+    if known.get(given) and value is not None and not isinstance(value, bool):
+        raise ConfigError(
+            f"{path} must be True or False, got {shown(key, value)}; correct it, or leave it out"
+        )
+
+
+def check_replaced(
+    engine: str,
+    arguments: Mapping[str, Any],
+    remedies: Mapping[str, str],
+    is_default: Callable[[Any], bool] = lambda value: value in (None, False),
+) -> None:
+    """Raises ConfigError if an argument is set that the pipeline sets; `remedies` by name."""
+    named = {str(key): (str(key).replace("-", "_"), value) for key, value in arguments.items()}
+    problems = [
+        f"{ROLLOUT}.engine_kwargs.{engine}.{key} must not be set, got {value!r}; {remedies[name]}"
+        for key, (name, value) in named.items()
+        if name in remedies and not is_default(value)
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 @cache
 def arguments_of(engine: str) -> Mapping[str, bool]:
     """Return an engine's arguments, and whether each is a switch, or nothing if they cannot be read."""
     try:
-        spec = find_spec(engine)
-        folders = list(spec.submodule_search_locations or ()) if spec else []
-        texts = [Path(folders[0], file).read_text(encoding="utf-8") for file in SOURCES[engine]]
+        texts = [_source(engine, file) for file in SOURCES[engine]]
         pairs = [pair for text in texts for pair in declared_arguments(text, options=engine in AS_OPTIONS)]
         # An option has the type of the field of its name.
         return {name: (name, True) in pairs for name, _ in pairs}
@@ -97,12 +129,33 @@ def arguments_of(engine: str) -> Mapping[str, bool]:
 def largest_adapter_rank() -> int | None:
     """Return the largest rank of an adapter that vLLM serves, or None if it cannot be read here."""
     try:
-        spec = find_spec("vllm")
-        folders = list(spec.submodule_search_locations or ()) if spec else []
-        ranks = _RANKS.search(Path(folders[0], "config", "lora.py").read_text(encoding="utf-8"))
+        ranks = _RANKS.search(_source("vllm", "config/lora.py"))
     except (IndexError, OSError, ValueError):
         return None
     return max(map(int, ranks[1].split(","))) if ranks else None
+
+
+def load_formats(engine: str) -> tuple[str, ...]:
+    """Return the forms of weights that an engine loads.
+
+    Returns nothing if they cannot be read, or if plugins may add some.
+    """
+    file, names = LOAD_FORMATS.get(engine, ("", ""))
+    plugins = (plugin.value for plugin in entry_points(group=f"{engine}.general_plugins"))
+    if not all(plugin.startswith((f"{engine}.", "recipe.async_pipeline.")) for plugin in plugins):
+        return ()
+    try:
+        found = re.search(names, _source(engine, file), re.MULTILINE | re.DOTALL)
+    except (IndexError, OSError, ValueError):
+        return ()
+    return tuple(re.findall(r'"(\w+)"', found[1])) if found and file else ()
+
+
+def _source(engine: str, file: str) -> str:
+    """Raises IndexError, OSError or ValueError if a file of an engine cannot be read."""
+    spec = find_spec(engine)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(folders[0], file).read_text(encoding="utf-8")
 
 
 def declared_arguments(source: str, *, options: bool) -> Iterator[tuple[str, bool]]:

@@ -8,6 +8,7 @@ parallel sizes divide the devices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config.adapters import adapter_rank
 from ...config.aliases import BYPASS
-from ...config.refusals import Refusal, Settings, any_of, must_be, must_be_off, must_be_on, never, off, refuse
+from ...config.refusals import (
+    Refusal,
+    Settings,
+    any_of,
+    check_all,
+    must_be,
+    must_be_off,
+    must_be_on,
+    never,
+    off,
+    refuse,
+)
 from ...errors import ConfigError
 from .model_rules import EXPERTS, MODEL, described_model, has_experts, has_reference
 
@@ -109,22 +121,30 @@ def check_megatron(config: DictConfig, *, critic: bool) -> None:
                 f"{section}.strategy must be megatron with model_engine=megatron, got {engine}; set both, by "
                 "training_engine=megatron in this package's configurations"
             )
-    found = []
-    for section, model in _sections(config, critic=critic):
-        found.append(section)
-        if OmegaConf.select(config, f"{section}.megatron") is None:
-            raise ConfigError(
-                f"{section}.strategy=megatron requires verl's config of Megatron, got the one of "
-                f"{config_class(config, section)}; set model_engine=megatron"
-            )
-        _require_packages(section)
-        _check_section(config, section, model)
-        _check_sizes(described_model(config), f"{section}.megatron", config)
-    for section in found[1:]:
-        _require_same_sizes(config, found[0], section)
+    sections = dict(_sections(config, critic=critic))
     strategy, ref = config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.ref.strategy
+    check_all(
+        *(partial(_check_engine, config, section, model) for section, model in sections.items()),
+        *(partial(_require_same_sizes, config, next(iter(sections)), other) for other in [*sections][1:]),
+    )
     if has_reference(config) and "megatron" in (strategy, ref) and strategy != ref:
         raise ConfigError(f"{REF}.strategy must equal {ACTOR}.strategy={strategy}, got {ref}; set it")
+
+
+def _check_engine(config: DictConfig, section: str, model: str) -> None:
+    if OmegaConf.select(config, f"{section}.megatron") is None:
+        raise ConfigError(
+            f"{section}.strategy=megatron requires verl's config of Megatron, got the one of "
+            f"{config_class(config, section)}; set model_engine=megatron"
+        )
+    check_all(
+        lambda: _require_packages(section),
+        lambda: refuse(RULES, Settings(config, section=section)),
+        lambda: _check_replay(config, section),
+        lambda: _check_warm_up(config, section),
+        lambda: _check_on_cpu(config, section, model) if config.trainer.device == "cpu" else None,
+        lambda: _check_sizes(described_model(config), f"{section}.megatron", config),
+    )
 
 
 def _require_same_sizes(config: DictConfig, first: str, other: str) -> None:
@@ -162,16 +182,10 @@ def _require_packages(section: str) -> None:
         )
 
 
-def _check_section(config: DictConfig, section: str, model: str) -> None:
-    at, megatron = Settings(config, section=section), f"{section}.megatron"
-    refuse(RULES, at)
-    _check_replay(config, section)
-    _check_warm_up(config, section)
-    if config.trainer.device != "cpu":
-        return
-    refuse(CPU_ONLY, at)
+def _check_on_cpu(config: DictConfig, section: str, model: str) -> None:
+    refuse(CPU_ONLY, Settings(config, section=section))
     refuse(CPU_ONLY_OF_A_MODEL, Settings(config, section=model))
-    if _experts_have_bias(config, megatron):
+    if _experts_have_bias(config, f"{section}.megatron"):
         raise ConfigError(
             f"{MODEL}.path must be a model whose experts have no bias on the CPU platform, whose layers for "
             "experts have none; use another model, fsdp2, or a GPU"

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.adapters import publishes_adapters
-from ...config.refusals import Refusal, Settings, any_of, other_than, refuse
+from ...config.refusals import Refusal, Settings, any_of, check_all, other_than, refuse
 from ...errors import ConfigError
 from ...installed.engines import find_spec
-from .engine_arguments import check_arguments, check_engine_names
+from .engine_arguments import check_arguments, check_engine_names, check_load_format, check_replaced
 from .expert_backends import check_expert_kernels
 from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
 
@@ -102,28 +102,31 @@ def has_reference(config: DictConfig) -> bool:
 
 def check_model(config: DictConfig) -> None:
     """Raises ConfigError if the rollout engine cannot serve published weights of this model."""
-    described = described_model(config)
-    _check_precision(config, described)
-    _check_heads(config, described)
-    _check_pictures(config, described)
-    _check_context(config, described)
-    check_engine_names(
-        OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs") or {}, str(config.actor_rollout_ref.rollout.name)
+    described, engine = described_model(config), str(config.actor_rollout_ref.rollout.name)
+    text, on_cpu = _text_model(described), config.trainer.device == "cpu"
+    checks: dict[str, tuple[Callable[[], object], ...]] = {
+        "sglang": (
+            lambda: check_sglang(config),
+            lambda: check_expert_kernels(config, described),
+            lambda: check_sglang_adapters(config, text),
+            lambda: check_sglang_on_cpu(config, text) if on_cpu else None,
+        ),
+        "vllm": (
+            lambda: _check_engine_arguments(OmegaConf.select(config, ENGINE_ARGUMENTS) or {}),
+            lambda: check_expert_kernels(config, described),
+            lambda: _check_fp8(config, described),
+            lambda: _check_cpu_engine(config, described) if on_cpu else None,
+        ),
+    }
+    check_all(
+        lambda: _check_precision(config, described),
+        lambda: _check_heads(config, described),
+        lambda: _check_pictures(config, described),
+        lambda: _check_context(config, described),
+        lambda: check_engine_names(OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs") or {}, engine),
+        lambda: check_load_format(engine, config.actor_rollout_ref.rollout.load_format),
+        *checks.get(engine, ()),  # `diffusers_rules` knows the knobs too
     )
-    if config.actor_rollout_ref.rollout.name == "sglang":
-        check_sglang(config)
-        check_expert_kernels(config, described)
-        check_sglang_adapters(config, _text_model(described))
-        if config.trainer.device == "cpu":
-            check_sglang_on_cpu(config, _text_model(described))
-        return
-    if config.actor_rollout_ref.rollout.name == "diffusers":
-        return  # `diffusers_rules` knows the knobs too
-    _check_engine_arguments(OmegaConf.select(config, ENGINE_ARGUMENTS) or {})
-    check_expert_kernels(config, described)
-    _check_fp8(config, described)
-    if config.trainer.device == "cpu":
-        _check_cpu_engine(config, described)
 
 
 def described_model(config: DictConfig) -> Mapping[str, Any]:
@@ -164,13 +167,20 @@ def cached_config(name: str) -> Path | None:
 
 
 def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    extension = str(arguments.get("worker_extension_cls"))
+    own = {"worker_extension_cls"} if extension.startswith(OWN_EXTENSIONS) else set()
+    replaced = {name: remedy for name, remedy in REPLACED_ARGUMENTS.items() if name not in own}
+    check_all(
+        lambda: check_replaced("vllm", arguments, replaced),
+        lambda: _check_weights(arguments),
+        lambda: check_arguments("vllm", arguments),
+    )
+
+
+def _check_weights(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a drafter with weights, or a quantization in the model's overrides."""
     for key, value in arguments.items():
         name = str(key).replace("-", "_")
-        own = name == "worker_extension_cls" and str(value).startswith(OWN_EXTENSIONS)
-        if name in REPLACED_ARGUMENTS and value not in (None, False) and not own:
-            raise ConfigError(
-                f"{ENGINE_ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED_ARGUMENTS[name]}"
-            )
         if name == "speculative_config" and value:
             method = _as_mapping(value).get("method")
             if method not in WEIGHTLESS_SPECULATION:
@@ -184,7 +194,6 @@ def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
                 f"{ENGINE_ARGUMENTS}.{key} must not have a quantization_config, got {value!r}; leave it "
                 f"out, {_UNQUANTIZED}"
             )
-    check_arguments("vllm", arguments)
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:

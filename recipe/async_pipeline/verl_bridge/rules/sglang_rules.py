@@ -9,9 +9,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.adapters import publishes_adapters
-from ...config.refusals import Refusal, Settings, any_of, must_be, refuse
+from ...config.refusals import Refusal, Settings, any_of, check_all, must_be, refuse
 from ...errors import ConfigError
-from .engine_arguments import check_arguments
+from .engine_arguments import check_arguments, check_replaced
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
@@ -69,13 +69,11 @@ RULES: tuple[Refusal, ...] = (
 def check_sglang(config: DictConfig) -> None:
     """Raises ConfigError if SGLang could not be given published weights, or would not start."""
     arguments = OmegaConf.select(config, ARGUMENTS) or {}
-    for key, value in arguments.items():
-        name = str(key).replace("-", "_")
-        if name in REPLACED and not _is_default(value):
-            raise ConfigError(f"{ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED[name]}")
-    check_arguments("sglang", arguments)
-
-    refuse(RULES, Settings(config))
+    check_all(
+        lambda: check_replaced("sglang", arguments, REPLACED, _is_default),
+        lambda: check_arguments("sglang", arguments),
+        lambda: refuse(RULES, Settings(config)),
+    )
 
 
 def check_sglang_adapters(config: DictConfig, text: Mapping[str, Any]) -> None:

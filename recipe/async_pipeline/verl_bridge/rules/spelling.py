@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config.misplaced import ALIKE, reject_in_place
 from ...config.paths import select
+from ...config.refusals import check_all
 from ...config.rollout_correction import POLICY_LOSS
 from ...errors import ConfigError
 from ...redaction import shown
@@ -35,14 +37,17 @@ CHECKED_ELSEWHERE = (POLICY_LOSS,)
 def check_spelling(config: DictConfig) -> None:
     """Raises ConfigError if a key in a section of verl is misspelled, or has the name of a knob."""
     tree = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-    for path, section in _sections(tree, ""):
-        known = _known(path, section)
-        for name in section.keys() - known if known else ():
-            key, value = f"{path}.{name}", section[name]
-            reject_in_place(key, value, tree)
-            near = near_key(str(name), known) if TARGET in section or path in PLAIN else None
-            if near is not None:
-                raise ConfigError(f"{key} is unknown, got {shown(key, value)}; did you mean {near!r}?")
+    check_all(*(partial(_check_section, path, section, tree) for path, section in _sections(tree, "")))
+
+
+def _check_section(path: str, section: Mapping[Any, Any], tree: dict[str, Any]) -> None:
+    known = _known(path, section)
+    for name in section.keys() - known if known else ():
+        key, value = f"{path}.{name}", section[name]
+        reject_in_place(key, value, tree)
+        near = near_key(str(name), known) if TARGET in section or path in PLAIN else None
+        if near is not None:
+            raise ConfigError(f"{key} is unknown, got {shown(key, value)}; did you mean {near!r}?")
 
 
 def near_key(name: str, known: frozenset[str]) -> str | None:

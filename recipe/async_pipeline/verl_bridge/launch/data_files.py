@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the files of verl's own data set before Ray starts; of large ones, only a part is read."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...config.batch_sizes import BATCH
+from ...config.paths import hint, select
+from ..reward.default_function import uses_default, verl_knows
+from .chat_check import in_a_line
+from .light_verl import registered_agent_loops
+
+SOURCE, AGENT = "data_source", "agent_name"
+"""Columns: what the reward function of a row is, and the agent loop."""
+SCORER = "set reward.custom_reward_function.path"
+PROMPT_KEY = "data.prompt_key"
+FILES = {"train": "data.train_files", "val": "data.val_files"}
+FORMATS = (".parquet", ".json", ".jsonl")
+"""What verl's data set reads."""
+WHOLE_JSON_BYTES = 64 << 20
+"""A larger JSON file that is one array is not read here."""
+
+
+class InputFault(NamedTuple):
+    """What a run could not read."""
+
+    problem: str
+    """The line of an error."""
+    absent: str = ""
+    """What is missing here but may exist where the run will be; empty if the fault is in the thing itself."""
+
+
+class _Contents(NamedTuple):
+    name: str
+    rows: int | None
+    columns: Sequence[str] | None
+    sources: Sequence[str] = ()
+    """Values of the column `data_source`; of a JSON file, the first one."""
+    texts: Sequence[str] = ()
+    """Columns of texts."""
+
+
+def faults_of_data(config: Mapping[str, Any], *, scored: bool) -> Iterator[InputFault]:
+    """Check the files of verl's own data set; a custom one may take anything."""
+    if select(config, "data.custom_cls.path"):
+        return
+    batch = int(select(config, BATCH))
+    for kind, key in FILES.items():
+        value = select(config, key)
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
+            yield InputFault(f"{key} must be a file or a list of files, got {value!r}; name at least one")
+            continue
+        found: list[_Contents] = []
+        wrong: list[InputFault] = []
+        for name in names:
+            for file in [name] if "://" in name else _expanded(name):
+                contents = _contents_of(key, file, config, batch)
+                wrong += [contents] if isinstance(contents, InputFault) else []
+                found += [] if isinstance(contents, InputFault) else [contents]
+        yield from wrong
+        rows = [contents.rows for contents in found]
+        if not wrong and None not in rows:
+            total = sum(row for row in rows if row is not None)
+            most = select(config, f"data.{kind}_max_samples")
+            total = min(total, most) if isinstance(most, int) and most > 0 else total
+            yield from _faults_of_size(key, kind, total, batch)
+        yield from _faults_of_columns(key, config, found)
+        if not scored and (kind == "train" or _validates(config)):
+            yield from _faults_of_rows(key, config, found)
+
+
+def _validates(config: Mapping[str, Any]) -> bool:
+    return bool(select(config, "trainer.val_before_train")) or (select(config, "trainer.test_freq") or 0) > 0
+
+
+def _faults_of_columns(
+    key: str, config: Mapping[str, Any], found: Sequence[_Contents]
+) -> Iterator[InputFault]:
+    prompt = str(select(config, PROMPT_KEY) or "prompt")
+    for name, _, columns, *_ in found:
+        if columns is not None and prompt not in columns:
+            yield InputFault(
+                f"{PROMPT_KEY} must be a column of {key}, got {prompt!r}{hint(prompt, columns)}; "
+                f"{name} has {', '.join(columns) or 'none'}"
+            )
+
+
+def _faults_of_rows(key: str, config: Mapping[str, Any], found: Sequence[_Contents]) -> Iterator[InputFault]:
+    """Check that verl's agent loops can use the data, and that its reward function knows it if it scores."""
+    if select(config, "actor_rollout_ref.rollout.agent.default_agent_loop") not in registered_agent_loops():
+        return
+    prompt, scores = str(select(config, PROMPT_KEY) or "prompt"), uses_default(config)
+    for contents in found:
+        if AGENT in (contents.columns or ()):
+            continue
+        if prompt in contents.texts:
+            yield InputFault(
+                f"{PROMPT_KEY} must be a column of lists of messages, got {prompt!r}, which has texts in "
+                f'{key}; write [{{"role": "user", "content": TEXT}}] instead'
+            )
+        if scores and contents.columns is not None and SOURCE not in contents.columns:
+            yield InputFault(f"{key} must have the column {SOURCE}, got none; {SCORER}, and add the column")
+            return
+        if scores and (unknown := [one for one in contents.sources if not verl_knows(one)]):
+            yield InputFault(
+                f"{key} must have data sources that verl's reward function knows, got {unknown[0]!r}; "
+                f"{SCORER}"
+            )
+            return
+
+
+def _faults_of_size(key: str, kind: str, rows: int, batch: int) -> Iterator[InputFault]:
+    if kind == "train" and rows < batch:
+        yield InputFault(
+            f"{key} must have at least {BATCH}={batch} rows, with data.train_max_samples, got {rows}; "
+            "lower the batch size, or add data: a run would end after 0 steps"
+        )
+    if kind == "val" and not rows:
+        yield InputFault(f"{key} must have a row, got 0; validate on other data")
+
+
+def _expanded(name: str) -> list[str]:
+    """Return the files that a pattern stands for, or the name if it is none or nothing matches."""
+    return sorted(glob.glob(name)) or [name] if glob.has_magic(name) and not Path(name).exists() else [name]
+
+
+def _contents_of(key: str, name: str, config: Mapping[str, Any], enough: int) -> _Contents | InputFault:
+    """Return the rows (at least, if there are `enough`) and columns of a data file, or its fault."""
+    if not name.endswith(FORMATS):
+        return InputFault(f"{key} must end in {', '.join(FORMATS)}, got {name!r}; convert it")
+    if "://" in name:
+        return _Contents(name, None, None)
+    path = Path(name)
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "no file"
+        home = "; write the home folder out" if name.startswith("~") else "; correct the path"
+        return InputFault(
+            f"{key} must name files, got {name!r}, where there is {what}{home}",
+            f"{key}={name}, which is not on this machine",
+        )
+    try:
+        return _read_parquet(path) if name.endswith(".parquet") else _read_json(path, enough)
+    except (OSError, ValueError) as error:  # Arrow's errors are among them
+        return InputFault(f"{key} cannot be read: {name}: {in_a_line(error)}; make the file again")
+
+
+def _read_parquet(path: Path) -> _Contents:
+    from pyarrow import parquet, types
+
+    with parquet.ParquetFile(path) as file:
+        rows, schema = file.metadata.num_rows, file.schema_arrow
+    sources = list[str]()
+    if SOURCE in schema.names:
+        with parquet.ParquetFile(path, read_dictionary=[SOURCE]) as file:
+            chunks = file.read([SOURCE])[SOURCE].chunks
+        values = (getattr(chunk, "dictionary", chunk).to_pylist() for chunk in chunks)
+        sources = list(dict.fromkeys(map(str, chain.from_iterable(values))))
+    texts = [
+        field.name for field in schema if types.is_string(field.type) or types.is_large_string(field.type)
+    ]
+    return _Contents(str(path), rows, schema.names, sources, texts)
+
+
+def _read_json(path: Path, enough: int) -> _Contents:
+    with path.open("rb") as file:
+        if file.read(1) == b"[":
+            if path.stat().st_size > WHOLE_JSON_BYTES:
+                return _Contents(str(path), None, None)
+            rows = json.loads(path.read_bytes())
+            return _like(path, rows[0] if rows else None, len(rows))
+        file.seek(0)
+        lines = (line for line in file if line.strip())
+        first = next(lines, b"")
+        rest = sum(1 for line, _ in zip(lines, range(enough), strict=False))
+        return _like(path, json.loads(first), 1 + rest) if first else _Contents(str(path), 0, None)
+
+
+def _like(path: Path, row: Any, rows: int) -> _Contents:
+    """Return the contents of a file whose first row is `row`."""
+    if not isinstance(row, Mapping):
+        return _Contents(str(path), rows, None)
+    sources = [str(row[SOURCE])] if SOURCE in row else []
+    return _Contents(
+        str(path), rows, list(row), sources, [name for name in row if isinstance(row[name], str)]
+    )
