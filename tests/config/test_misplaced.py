@@ -128,7 +128,6 @@ def test_keys_of_another_systems_file_are_sent_to_its_translation(path: str, sys
         "gather_bucket_size_mb",
         "straggler",
         "depth",
-        "single_mini_batch",
         "load_staging",
         "validation",
         "pools",

@@ -183,7 +183,6 @@ def test_every_knob_is_read() -> None:
         "staleness.depth": 2,
         "staleness.oldest_share": 0.5,
         "staleness.straggler": "drop",
-        "training.single_mini_batch": True,
         "weight_sync.every": 2,
         "weight_sync.in_flight_policy": "drain",
         "weight_sync.load_staging": "device",
@@ -343,21 +342,6 @@ def test_a_quota_of_groups_is_a_lag_and_a_share() -> None:
 def test_a_batch_may_be_given_in_mini_batches() -> None:
     raw = nested(("require_batches", 4), (MINI_BATCH, 32), (BATCH, 1024))
     assert resolve(raw).verl == {BATCH: 128}
-
-
-def test_a_step_may_be_one_mini_batch() -> None:
-    raw = nested((f"{OWN}.training.single_mini_batch", True), (MINI_BATCH, 32), (BATCH, 128))
-    assert resolve(raw).verl == {MINI_BATCH: 128}
-    with pytest.raises(ConfigError) as caught:
-        resolve(
-            nested(
-                (f"{OWN}.training.single_mini_batch", True),
-                ("require_batches", 2),
-                (MINI_BATCH, 32),
-                (BATCH, 128),
-            )
-        )
-    assert_one_line(caught, "single_mini_batch", "require_batches", "keep one of them")
 
 
 def test_a_lag_may_be_set_with_the_steps_per_weight_update() -> None:

@@ -97,9 +97,6 @@ class TrainingConfig:
 
     PATH: ClassVar[str] = f"{OWN}.training"
 
-    single_mini_batch: bool = False
-    """Do one optimizer update per step, over the whole batch, instead of one per
-    actor_rollout_ref.actor.ppo_mini_batch_size prompts."""
     old_logp: OldLogp | None = None
     """The policy whose log-probs are PPO's old log-probs. In step s: trainer (version s-1, as in a sequential
     run), rollout (the log-probs that the engine recorded during generation; nothing is computed), or
