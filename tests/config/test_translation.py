@@ -228,7 +228,6 @@ def test_every_knob_is_read() -> None:
         "agentic.failure_reward": -2.0,
         "agentic.attempts": 3,
         "agentic.episode_timeout_s": 1.5,
-        "agentic.turn_timeout_s": 1.25,
         "agentic.tool_timeout_s": 0.5,
         "agentic.redundancy": 2,
         "agentic.gateway.runners_dir": "agents",

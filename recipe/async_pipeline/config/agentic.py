@@ -118,7 +118,6 @@ class AgenticConfig:
         "concurrency",
         "reset_ahead",
         "env_timeout_s",
-        "turn_timeout_s",
         "tool_timeout_s",
         "attempts",
         "episode_timeout_s",
@@ -175,9 +174,6 @@ class AgenticConfig:
     reinforce_plus_plus; grpo adds them up. With an agent, it requires gateway.max_chains=1."""
     failure_reward: float = 0.0
     """The score of an episode whose end has the policy score; see ends."""
-    turn_timeout_s: Seconds | None = None
-    """Seconds that the policy may take for one turn, waits for replicas included. The episode of a slower one
-    ends as deadline. Default: no limit."""
     tool_timeout_s: Seconds | None = None
     """Seconds that a tool of verl's agent loop tool_agent may take for one call. The episode of a slower one
     ends as deadline. Default: no limit."""

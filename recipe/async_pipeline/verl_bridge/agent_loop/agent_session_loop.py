@@ -88,7 +88,6 @@ class SessionSetup:
             max_chains=knobs.max_chains,
             main_model=gateway.main_model,
             auxiliary=gateway.auxiliary == "train",
-            turn_timeout_s=knobs.turn_timeout_s,
             turn_rewards=knobs.turn_rewards,
         )
         self.seed = int(OmegaConf.select(config, "data.seed") or 0)
