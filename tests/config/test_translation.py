@@ -222,7 +222,6 @@ def test_every_knob_is_read() -> None:
         "agentic.sandbox": "off",
         "agentic.sandbox_hidden": ["data"],
         "agentic.concurrency": 5,
-        "agentic.reset_ahead": 2,
         "agentic.env_timeout_s": 7,
         "agentic.turn_rewards": True,
         "agentic.failure_reward": -2.0,

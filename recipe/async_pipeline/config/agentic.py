@@ -30,7 +30,6 @@ OF_ENVIRONMENTS = (
     "environment_kwargs",
     "max_turn_tokens",
     "isolation",
-    "reset_ahead",
     "env_timeout_s",
 )
 """Knobs that have an effect only with `environment`."""
@@ -116,7 +115,6 @@ class AgenticConfig:
         "sandbox_hidden",
         "isolation",
         "concurrency",
-        "reset_ahead",
         "env_timeout_s",
         "tool_timeout_s",
         "attempts",
@@ -161,9 +159,6 @@ class AgenticConfig:
     worker)."""
     concurrency: Limit = 64
     """Episodes that each agent loop worker plays in environments, and of agents, at the same time."""
-    reset_ahead: Annotated[int, Bounds(least=0, remedy="0 resets none ahead")] = 0
-    """Further environments of each agent loop worker that are started and reset while they wait for their
-    turn to play."""
     env_timeout_s: Seconds = 60.0
     """Seconds that one reset (with the start of its environment) or one step may take. An environment that
     exceeds them is ended, and its episode ends as env_failed."""
