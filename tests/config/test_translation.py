@@ -202,7 +202,6 @@ def test_every_knob_is_read() -> None:
         "reward.concurrency": 4,
         "reward.batch": 16,
         "reward.memory_mb": 512,
-        "reward.cpu_s": 1.5,
         "reward.failure": "drop",
         "reward.default": -1.0,
         "agentic.environment": "m:C",

@@ -159,12 +159,11 @@ class RewardConfig:
         "concurrency",
         "batch",
         "memory_mb",
-        "cpu_s",
         "failure",
         "default",
     )
     """Knobs that a resumed run may have with other values; see `fields`."""
-    LIMITED: ClassVar[tuple[str, ...]] = ("batch", "attempts", "concurrency", "memory_mb", "cpu_s")
+    LIMITED: ClassVar[tuple[str, ...]] = ("batch", "attempts", "concurrency", "memory_mb")
     """Knobs that have an effect only with `timeout_s`."""
 
     while_generating: bool = True
@@ -185,9 +184,6 @@ class RewardConfig:
     memory_mb: Limit | None = None
     """MB of address space of each process that calls a plain function. Libraries reserve far more than they
     use (importing torch for CPUs reserves 650 MB). Requires timeout_s. Default: no limit."""
-    cpu_s: Seconds | None = None
-    """CPU seconds of one call, summed over its threads; the kernel ends a process that exceeds them. Requires
-    timeout_s. Default: no limit."""
     failure: Literal["fail", "drop", "score"] = "fail"
     """What happens to a response that could not be scored, because the function raised, exceeded a limit, or
     returned None, NaN or infinity: fail (the run ends and says why), drop (its group is not trained), or
