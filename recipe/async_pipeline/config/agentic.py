@@ -47,11 +47,9 @@ class GatewayConfig:
     PATH: ClassVar[str] = f"{OWN}.agentic.gateway"
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         "host",
-        "max_body_mb",
         "lease_s",
         "runners_dir",
         "unix_dir",
-        "keep_alive_s",
     )
     """Knobs that a resumed run may have with other values; see `fields`."""
 
@@ -70,8 +68,6 @@ class GatewayConfig:
     auxiliary: Literal["train", "drop"] = "train"
     """Whether other conversations, such as one that finds a title, are rows of training with the score of the
     main one (train), or are left out (drop)."""
-    max_body_mb: Limit = 32
-    """Largest request, in MiB."""
     agent_may_reward: bool = False
     """Give the agent the control key of its session too, with which it sets its reward and ends its episode
     (docs/agents.md). What the agent runs, or what the policy makes it do, can then set the reward, unless
@@ -85,8 +81,6 @@ class GatewayConfig:
     unix_dir: str | None = None
     """A folder in which each agent loop worker also listens on a Unix socket, for agents in containers that
     have no network (docs/agents.md). Default: no Unix sockets."""
-    keep_alive_s: Seconds = 5.0
-    """Seconds between the events that keep a streamed answer open while it is generated."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)

@@ -100,8 +100,6 @@ class SessionSetup:
         self.sessions = Sessions()
         app = Gateway(
             self.sessions,
-            max_body_bytes=gateway.max_body_mb << 20,
-            keep_alive_s=gateway.keep_alive_s,
             claims=claims,
         ).app
         self._make_server = partial(GatewayServer, app, gateway.unix_dir, gateway.host)
