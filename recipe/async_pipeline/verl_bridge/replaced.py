@@ -99,7 +99,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.trainer.ppo.v1.trainer_base",
             "RewardLoopManager",
-            "reward.worker_manager:PipelineRewardLoopManager",
+            "reward.worker:PipelineRewardLoopManager",
             why="a reward worker whose process ends is started again, and takes responses as lists",
             remove_when="verl's trainer takes the class of its reward manager from the config",
         ),
