@@ -8,7 +8,6 @@ its name occurs nowhere in verl's source.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.misplaced import ALIKE, reject_in_place
-from ...config.paths import select
+from ...config.paths import nearest, select
 from ...config.rollout_correction import POLICY_LOSS
 from ...errors import ConfigError
 from ...redaction import shown
@@ -47,8 +46,8 @@ def check_spelling(config: DictConfig) -> None:
 
 def near_key(name: str, known: frozenset[str]) -> str | None:
     """Return the known key of which a name is a misspelling, or None if verl may read the name itself."""
-    near = difflib.get_close_matches(name, sorted(known), 1, ALIKE)
-    return near[0] if near and not is_read(name) else None
+    near = nearest(name, known, ALIKE)
+    return None if near is None or is_read(name) else near
 
 
 def _sections(tree: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
