@@ -115,21 +115,6 @@ async def test_one_that_could_not_be_ended_is_counted() -> None:
     assert [pool.newly_left(), pool.newly_left()] == [1, 0], "told once"
 
 
-async def test_the_next_environments_are_reset_while_all_turns_are_taken() -> None:
-    pool, kind = pool_of(concurrency=1, reset_ahead=2)
-
-    async def play(seed: int) -> None:
-        async with pool.episode(seed, {}) as game:
-            await game.step("10")
-
-    tasks = [asyncio.create_task(play(seed)) for seed in range(5)]
-    await asyncio.sleep(5)
-    assert [host.log for host in kind.made] == [["reset 0", "10"], ["reset 1"], ["reset 2"]]
-    await asyncio.gather(*tasks)
-    assert asyncio.get_running_loop().time() == pytest.approx(50)
-    await pool.close()
-
-
 EPISODE = st.tuples(
     st.sampled_from([{}, {"seconds": 3}, {"seconds": 30}, {"fail": True}]),
     st.lists(st.sampled_from(["1", "4", "30", "fail"]), max_size=3),
@@ -138,12 +123,12 @@ EPISODE = st.tuples(
 
 
 @settings(max_examples=25)
-@given(st.lists(EPISODE, max_size=12), st.integers(1, 3), st.integers(0, 2))
+@given(st.lists(EPISODE, max_size=12), st.integers(1, 3))
 def test_whatever_happens_nothing_leaks(
-    episodes: list[tuple[dict[str, Any], list[str], int | None]], concurrency: int, ahead: int
+    episodes: list[tuple[dict[str, Any], list[str], int | None]], concurrency: int
 ) -> None:
     async def story() -> None:
-        pool, kind = pool_of(concurrency=concurrency, reset_ahead=ahead, timeout_s=10)
+        pool, kind = pool_of(concurrency=concurrency, timeout_s=10)
 
         async def play(seed: int, task: dict[str, Any], texts: list[str]) -> None:
             with suppress(EnvironmentFailed):
@@ -167,9 +152,7 @@ def test_whatever_happens_nothing_leaks(
         assert kind.most_playing <= concurrency
         # One that is ended may still be closing while its successor begins.
         failed = sum(texts[-1:] == ["fail"] or "fail" in task for task, texts, _ in episodes)
-        assert len(kind.made) <= max(
-            1, len(episodes)
-        ) and kind.most_open <= concurrency + ahead + failed + sum(
+        assert len(kind.made) <= max(1, len(episodes)) and kind.most_open <= concurrency + failed + sum(
             cancel is not None or "30" in texts or task.get("seconds") == 30
             for task, texts, cancel in episodes
         )

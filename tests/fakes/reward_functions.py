@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import resource
 import subprocess
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ def _send_points(sender: Connection, word: str) -> None:
 def one(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], *, bonus: float = 0.0
 ) -> Any:
-    """`hog`, `die`, `burn`, `eat`, `limits`, `raise`, `none`, `nan`, `text`, `dict`, `once FILE`; anything
+    """`hog`, `die`, `eat`, `limits`, `raise`, `none`, `nan`, `text`, `dict`, `once FILE`; anything
     else is right or wrong.
     """
     del data_source, extra_info
@@ -81,11 +80,6 @@ def one(
     if word == "once" and not Path(rest).exists():
         Path(rest).touch()
         time.sleep(60)
-    if word == "burn":
-        threads = [threading.Thread(target=lambda: sum(range(10**12)), daemon=True) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        threads[0].join()
     if word == "eat":
         bytearray(4 << 30)
     if word == "limits":

@@ -207,17 +207,6 @@ async def test_requests_in_flight_that_are_sent_again_cost_one_generation_each()
     assert len(policy.prompts) == 2 and session.counts.coalesced == 3
 
 
-async def test_a_turn_that_takes_too_long_ends_the_session() -> None:
-    policy = FakePolicy()
-    policy.gate.clear()
-    session = Session(policy, dataclasses.replace(LIMITS, turn_timeout_s=0.01))
-    with pytest.raises(RequestRefused) as refused:
-        await session.once(b"q", lambda: session.turn(ask("q")), again=False)
-    assert (refused.value.status, session.ended) == (410, "deadline")
-    assert isinstance(session.over.exception(), WaitTimeout)
-    assert session.rows() == []
-
-
 async def test_an_error_of_the_engines_ends_the_session() -> None:
     policy = FakePolicy()
     policy.error = WaitTimeout("the balancer")

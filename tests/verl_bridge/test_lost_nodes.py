@@ -123,7 +123,7 @@ def replica_of(
 
 
 async def test_a_replica_moves_to_another_node_once_it_has_devices(load: Load, nodes: Nodes) -> None:
-    replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica"))
+    replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.server"))
     lost = nodes.add()
 
     async def restart() -> None:
@@ -167,7 +167,7 @@ async def waits_for_devices(replica: Any, restarting: asyncio.Task[None]) -> Non
 def test_a_replica_of_two_nodes_moves_if_one_is_lost_and_ends_its_processes_on_the_other(
     load: Load, nodes: Nodes
 ) -> None:
-    replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica"), 2)
+    replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.server"), 2)
     rank = subprocess.Popen(["sleep", "infinity"])
     there = [nodes.add(), nodes.add()]
 
@@ -197,7 +197,7 @@ def test_a_replica_of_two_nodes_moves_if_one_is_lost_and_ends_its_processes_on_t
 
 async def test_replicas_of_two_nodes_wait_for_devices_one_after_the_other(load: Load, nodes: Nodes) -> None:
     """With one node each, both would wait for ever."""
-    module = load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica")
+    module = load("recipe.async_pipeline.verl_bridge.rollout.vllm.server")
 
     turn = asyncio.Lock()
     replicas = [replica_of(module, 2, rank, turn) for rank in range(2)]

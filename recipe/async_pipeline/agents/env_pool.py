@@ -2,10 +2,10 @@
 """A bounded pool of environments, each with a deadline for every call.
 
     episode(seed, task) ─► an idle environment, or a new one ─► reset ─► a turn to play ─► step, step, ...
-                           at most concurrency + reset_ahead             at most concurrency
+                           at most `concurrency` episodes
 
-While `concurrency` episodes are played, the next `reset_ahead` are reset already. An environment plays one
-episode after another; one that failed, or whose call was given up, is ended and replaced.
+An environment plays one episode after another; one that failed, or whose call was given up, is ended and
+replaced.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class PoolLimits:
     isolation: Isolation = "process"
     concurrency: int = 64
     """Episodes that are played at the same time."""
-    reset_ahead: int = 0
-    """Further environments that are reset while they wait."""
     timeout_s: float = 60.0
     """Seconds for one reset, with the start of its environment, and for one step."""
 
@@ -84,23 +82,21 @@ class EnvironmentPool:
         self._told = 0
         self._spec, self._make = spec, hosts[limits.isolation]
         self._to_play = asyncio.Semaphore(limits.concurrency)
-        self._to_reset = asyncio.Semaphore(limits.concurrency + limits.reset_ahead)
         self._idle: list[EnvironmentHost] = []
         self._ending: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def episode(self, seed: int, task: Mapping[str, Any]) -> AsyncIterator[Game]:
-        """Begin an episode and end it with the context. Waits for an environment, and for a turn to play.
+        """Begin an episode and end it with the context. Waits for a turn to play, and for an environment.
 
         Raises EnvironmentFailed if the environment cannot be made or reset.
         """
-        async with self._to_reset:
+        async with self._to_play:
             host = self._idle.pop() if self._idle else self._make(self._spec)
             game = Game(self, host)
             try:
                 await game.begin(seed, task)
-                async with self._to_play:
-                    yield game
+                yield game
             finally:
                 if game.usable:
                     self._idle.append(host)

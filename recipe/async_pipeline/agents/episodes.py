@@ -63,8 +63,7 @@ class EndPolicies:
     agent_failed: Literal["again", "drop"] = "again"
     """The agent loop raised an exception, or a tool called exit()."""
     deadline: Literal["again", "drop"] = "again"
-    """The episode took longer than `episode_timeout_s`, a turn than `turn_timeout_s`, or a tool call than
-    `tool_timeout_s`."""
+    """The episode took longer than `episode_timeout_s`, or a tool call than `tool_timeout_s`."""
 
 
 POLICIES: Mapping[str, tuple[str, ...]] = {

@@ -30,7 +30,6 @@ OF_ENVIRONMENTS = (
     "environment_kwargs",
     "max_turn_tokens",
     "isolation",
-    "reset_ahead",
     "env_timeout_s",
 )
 """Knobs that have an effect only with `environment`."""
@@ -48,11 +47,9 @@ class GatewayConfig:
     PATH: ClassVar[str] = f"{OWN}.agentic.gateway"
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         "host",
-        "max_body_mb",
         "lease_s",
         "runners_dir",
         "unix_dir",
-        "keep_alive_s",
     )
     """Knobs that a resumed run may have with other values; see `fields`."""
 
@@ -71,8 +68,6 @@ class GatewayConfig:
     auxiliary: Literal["train", "drop"] = "train"
     """Whether other conversations, such as one that finds a title, are rows of training with the score of the
     main one (train), or are left out (drop)."""
-    max_body_mb: Limit = 32
-    """Largest request, in MiB."""
     agent_may_reward: bool = False
     """Give the agent the control key of its session too, with which it sets its reward and ends its episode
     (docs/agents.md). What the agent runs, or what the policy makes it do, can then set the reward, unless
@@ -86,8 +81,6 @@ class GatewayConfig:
     unix_dir: str | None = None
     """A folder in which each agent loop worker also listens on a Unix socket, for agents in containers that
     have no network (docs/agents.md). Default: no Unix sockets."""
-    keep_alive_s: Seconds = 5.0
-    """Seconds between the events that keep a streamed answer open while it is generated."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)
@@ -116,9 +109,7 @@ class AgenticConfig:
         "sandbox_hidden",
         "isolation",
         "concurrency",
-        "reset_ahead",
         "env_timeout_s",
-        "turn_timeout_s",
         "tool_timeout_s",
         "attempts",
         "episode_timeout_s",
@@ -162,9 +153,6 @@ class AgenticConfig:
     worker)."""
     concurrency: Limit = 64
     """Episodes that each agent loop worker plays in environments, and of agents, at the same time."""
-    reset_ahead: Annotated[int, Bounds(least=0, remedy="0 resets none ahead")] = 0
-    """Further environments of each agent loop worker that are started and reset while they wait for their
-    turn to play."""
     env_timeout_s: Seconds = 60.0
     """Seconds that one reset (with the start of its environment) or one step may take. An environment that
     exceeds them is ended, and its episode ends as env_failed."""
@@ -175,9 +163,6 @@ class AgenticConfig:
     reinforce_plus_plus; grpo adds them up. With an agent, it requires gateway.max_chains=1."""
     failure_reward: float = 0.0
     """The score of an episode whose end has the policy score; see ends."""
-    turn_timeout_s: Seconds | None = None
-    """Seconds that the policy may take for one turn, waits for replicas included. The episode of a slower one
-    ends as deadline. Default: no limit."""
     tool_timeout_s: Seconds | None = None
     """Seconds that a tool of verl's agent loop tool_agent may take for one call. The episode of a slower one
     ends as deadline. Default: no limit."""

@@ -34,19 +34,9 @@ FLOW_GRPO = "flow_grpo"
 def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
     """Return values for verl's own keys, by their paths. Raises ConfigError if the user's keys disagree."""
     found: dict[str, Any] = {}
-    batches, batch = draft.values.get("require_batches"), select(raw, _BATCH)
-    mini = select(raw, _MINI_BATCH)
-
+    batches, mini = draft.values.get("require_batches"), select(raw, _MINI_BATCH)
     if batches is not None and isinstance(mini, int):  # verl's own rules refuse other types
-        batch = found[_BATCH] = batches * mini
-    if own.get("training.single_mini_batch") is True:
-        if batches not in (None, 1):
-            raise ConfigError(
-                f"{OWN}.training.single_mini_batch=True means one mini-batch per step, but "
-                f"{draft.sources['require_batches']} asks for {batches}; keep one of them"
-            )
-        found[_MINI_BATCH] = batch
-
+        found[_BATCH] = batches * mini
     if own.get("training.old_logp") == "rollout":
         found[BYPASS] = True
     elif own.get("training.old_logp") is not None and select(raw, BYPASS):

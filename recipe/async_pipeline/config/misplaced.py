@@ -12,7 +12,6 @@ In other sections, which code of the user reads, such names may mean something e
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
@@ -23,7 +22,7 @@ from ..redaction import shown
 from .aliases import FOREIGN
 from .fields import sections_of
 from .names import mapping_knobs, unknown
-from .paths import OWN, RUNTIME, select, walk
+from .paths import OWN, RUNTIME, nearest, select, walk
 from .rollout_correction import PARAMETERS, POLICY_LOSS
 from .schema import AsyncPipelineConfig, knob_paths
 
@@ -132,12 +131,10 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
         for name in node if isinstance(node, Mapping) else ():
             if not isinstance(name, str) or name in _places():
                 continue
-            close = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE_AMONG_VERLS)
-            if close and name not in known:
+            near = None if name in known else nearest(name, known, ALIKE_AMONG_VERLS)
+            if near is not None:
                 path = f"{parent}.{name}".lstrip(".")
-                raise ConfigError(
-                    f"{path} is unknown, got {shown(path, node[name])}; did you mean {close[0]!r}?"
-                )
+                raise ConfigError(f"{path} is unknown, got {shown(path, node[name])}; did you mean {near!r}?")
 
 
 @cache

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 OWN = "trainer.v1.async_pipeline"
@@ -48,11 +48,17 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def hint(name: str, known: Any, cutoff: float = 0.6) -> str:
-    """Return ` (did you mean 'x'?)` for the nearest known name, or nothing if none is near.
+def nearest(name: str, known: Iterable[object], cutoff: float = 0.6) -> str | None:
+    """Return the known name that a name resembles most, by at least `cutoff`, or None.
 
-    Names that differ in upper and lower case only are near.
+    Names that differ in upper and lower case only are equal.
     """
     by_lower = {str(one).lower(): str(one) for one in known}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
-    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
+    close = difflib.get_close_matches(str(name).lower(), sorted(by_lower), n=1, cutoff=cutoff)
+    return by_lower[close[0]] if close else None
+
+
+def hint(name: str, known: Iterable[object], cutoff: float = 0.6) -> str:
+    """Return ` (did you mean 'x'?)` for the nearest known name, or nothing if none is near."""
+    near = nearest(name, known, cutoff)
+    return "" if near is None else f" (did you mean {near!r}?)"

@@ -97,9 +97,6 @@ class TrainingConfig:
 
     PATH: ClassVar[str] = f"{OWN}.training"
 
-    single_mini_batch: bool = False
-    """Do one optimizer update per step, over the whole batch, instead of one per
-    actor_rollout_ref.actor.ppo_mini_batch_size prompts."""
     old_logp: OldLogp | None = None
     """The policy whose log-probs are PPO's old log-probs. In step s: trainer (version s-1, as in a sequential
     run), rollout (the log-probs that the engine recorded during generation; nothing is computed), or
@@ -136,15 +133,12 @@ class FleetConfig:
     """Rollout replicas that join and leave during a run; see `async-pipeline replicas`."""
 
     PATH: ClassVar[str] = f"{OWN}.fleet"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("max_replicas", "drain_timeout_s")
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("max_replicas",)
     """Knobs that a resumed run may have with other values; see `fields`."""
 
     max_replicas: Annotated[int, Bounds(least=0, remedy="0 keeps the replicas of the placement")] = 0
     """Replicas up to which the run grows by itself: it starts one wherever a node of the Ray cluster has
     enough free devices, such as a node that joined. 0: only `async-pipeline replicas --add` adds any."""
-    drain_timeout_s: Seconds = 600.0
-    """Seconds that a replica that is removed may take to finish its open requests; then other replicas
-    generate them again."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)
@@ -162,12 +156,11 @@ class RewardConfig:
         "concurrency",
         "batch",
         "memory_mb",
-        "cpu_s",
         "failure",
         "default",
     )
     """Knobs that a resumed run may have with other values; see `fields`."""
-    LIMITED: ClassVar[tuple[str, ...]] = ("batch", "attempts", "concurrency", "memory_mb", "cpu_s")
+    LIMITED: ClassVar[tuple[str, ...]] = ("batch", "attempts", "concurrency", "memory_mb")
     """Knobs that have an effect only with `timeout_s`."""
 
     while_generating: bool = True
@@ -188,9 +181,6 @@ class RewardConfig:
     memory_mb: Limit | None = None
     """MB of address space of each process that calls a plain function. Libraries reserve far more than they
     use (importing torch for CPUs reserves 650 MB). Requires timeout_s. Default: no limit."""
-    cpu_s: Seconds | None = None
-    """CPU seconds of one call, summed over its threads; the kernel ends a process that exceeds them. Requires
-    timeout_s. Default: no limit."""
     failure: Literal["fail", "drop", "score"] = "fail"
     """What happens to a response that could not be scored, because the function raised, exceeded a limit, or
     returned None, NaN or infinity: fail (the run ends and says why), drop (its group is not trained), or
@@ -221,10 +211,7 @@ class FaultsConfig:
         "checkpoint_stall_s",
         "checkpoint_attempts",
         "verify_checkpoint_at_start",
-        "loop_stall_s",
         "notice_s",
-        "degrade_after_failures",
-        "restore_after_successes",
         "strict_observers",
         "bad_data",
         "max_prompt_attempts",
@@ -247,19 +234,10 @@ class FaultsConfig:
     """Read the whole checkpoint and compare its hashes before anything is started, so that with
     trainer.resume_mode=auto a damaged one is passed over. By default only its manifest and the sizes of its
     files are checked then, and each process checks the files that it loads."""
-    loop_stall_s: Seconds = 60.0
-    """Seconds that the trainer's event loop may be blocked before the stacks of all threads are written to
-    diagnosis.txt in the run directory. The run continues."""
     notice_s: Annotated[float, Bounds(least=0, most=MOST_NOTICE_S, remedy="0 ends at once")] = 0.0
     """Seconds from SIGTERM to the end of the machine, as schedulers grant them to a job that they preempt:
     the run finishes its step, writes a checkpoint and ends. 0: it ends without a checkpoint, as after
     Ctrl-C. Leave 20 seconds of the scheduler's time for the end of the processes."""
-    degrade_after_failures: Annotated[int, Bounds(least=0, remedy="0 never degrades")] = 3
-    """Consecutive weight updates in which a replica was fenced, after which each step waits until the weights
-    of the step before are served (blocking); after as many again, nothing is generated ahead (on-policy).
-    0: never degrade."""
-    restore_after_successes: Positive = 20
-    """Consecutive successful weight updates after which the run returns to the level above."""
     strict_observers: bool = False
     """Whether an error of something that only observes the run, such as the account of device-seconds, a
     tracker or a metric, ends the run. By default it is reported and switched off, and the run continues;

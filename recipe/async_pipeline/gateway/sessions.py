@@ -21,8 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..core.deadline import within
-from ..errors import RequestRefused, WaitTimeout
+from ..errors import RequestRefused
 from .chains import AnswerPlace, ChainRow, Chains, Completion, OpenRequest
 from .conversation import hashable
 from .turn_rewards import TurnRewards
@@ -46,8 +45,6 @@ class SessionLimits:
     """The model name of the main conversation; None for the one of the first request."""
     auxiliary: bool = True
     """Conversations that are not the main one are rows, too."""
-    turn_timeout_s: float | None = None
-    """A request is given up then, but not when its client hangs up: clients that time out try again."""
     turn_rewards: bool = False
     """Turns may have rewards: there is one conversation, and the estimator reads rewards by token."""
 
@@ -253,7 +250,7 @@ class Session:
             self.counts.coalesced += 1
             return self._served[digest]
         if task is None:
-            task = self._context.run(asyncio.ensure_future, self._bounded(begin))
+            task = self._context.run(asyncio.ensure_future, self._noting_limits(begin))
             self._open[digest] = task
             self._tasks.add(task)
             task.add_done_callback(lambda done: self._settle(digest, done))
@@ -306,12 +303,10 @@ class Session:
         limits, lost = self._limits, self.deliveries.lost()
         return self.chains.rows(limits.prompt_tokens, lost, auxiliary=limits.auxiliary)
 
-    async def _bounded(self, begin: Callable[[], Awaitable[Any]]) -> Any:
+    async def _noting_limits(self, begin: Callable[[], Awaitable[Any]]) -> Any:
         before = self._limits_hit
         try:
-            answer = await within(
-                begin(), self._limits.turn_timeout_s, owner="a session", what="the policy to answer"
-            )
+            answer = await begin()
             # A request that was in flight at the refusal does not show that the agent copes with it.
             if self._limits_hit == before:
                 self.limit_hit = ""
@@ -320,9 +315,6 @@ class Session:
             self.limit_hit = error.end or self.limit_hit
             self._limits_hit += bool(error.end)
             raise
-        except WaitTimeout as error:
-            self.end("deadline", error)
-            raise ended("deadline") from error
         except Exception as error:  # noqa: BLE001 - handed to the owner of the session
             raise self._failed(error) from error
 

@@ -39,7 +39,7 @@ class Watchdog:
         self,
         path: Path,
         *,
-        stalled_after_s: float,
+        stalled_after_s: float = 60.0,
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:

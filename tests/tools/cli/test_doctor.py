@@ -233,9 +233,7 @@ def test_a_folder_that_is_no_verl_is_one_line(capsys: pytest.CaptureFixture[str]
     assert "not a verl checkout" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", ["RAY_ADDRESS", "Ctrl-C", "secrets", "TransferQueue", "single_mini_batch", "refused"]
-)
+@pytest.mark.parametrize("words", ["RAY_ADDRESS", "Ctrl-C", "secrets", "TransferQueue", "refused"])
 def test_the_limits_without_patches_are_on_the_release_page(words: str) -> None:
     page = (REPOSITORY / "docs" / "releases.md").read_text(encoding="utf-8")
     limits = [limit for patch in series.load_series(patches_dir()).patches for limit in patch.without]

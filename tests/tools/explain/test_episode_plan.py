@@ -27,16 +27,16 @@ def test_tools_of_verls_agent_loop() -> None:
     repeated = "one that fails is played 2 times at most, with its seed and without its group"
     assert said("tool_agent", keys, tool_timeout_s=10.0) == [
         "agent loop tool_agent with the tools of /t/tools.py, called in the format brackets",
-        "at most 2 turns; deadline of a turn none, an episode none, a tool call 10 s",
+        "at most 2 turns; deadline of an episode none, a tool call 10 s",
         repeated,
     ]
-    assert said("mine", keys) == ["agent loop mine", "deadline of a turn none, an episode none", repeated]
+    assert said("mine", keys) == ["agent loop mine", "deadline of an episode none", repeated]
 
 
 def test_an_environment() -> None:
     assert said(environment="frozen_lake", environment_kwargs={"size": 4}, episode_timeout_s=90.0) == [
         "environment frozen_lake(size=4), isolation process",
-        "at most 16 turns; 64 at once in each agent loop worker; deadline of a turn none, an episode 90 s, a "
+        "at most 16 turns; 64 at once in each agent loop worker; deadline of an episode 90 s, a "
         "reset or step 60 s",
         "one that fails is played 2 times at most, with its seed and without its group",
     ]
@@ -65,7 +65,7 @@ WARNING = "an agent that runs what the model writes needs verify, because the mo
 def test_who_gives_the_reward_of_an_agent(knobs: dict[str, Any], kind: str, reward: str) -> None:
     first, second, *more = said(**knobs)
     assert kind in first and second.endswith(reward)
-    assert "deadline of a turn none, an episode none" in more[-2]
+    assert "deadline of an episode none" in more[-2]
 
 
 def test_whether_commands_are_in_a_sandbox() -> None:

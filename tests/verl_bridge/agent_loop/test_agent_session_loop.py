@@ -26,7 +26,7 @@ from recipe.async_pipeline.agents.episodes import COUNTS, PEAKS, EndPolicies, Ep
 from recipe.async_pipeline.agents.runners import Policy
 from recipe.async_pipeline.agents.sandbox import reason_without
 from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
-from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
+from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed
 from recipe.async_pipeline.gateway.client import Client, claimed
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episode import (
@@ -440,13 +440,6 @@ def test_an_error_of_the_rollout_is_raised_as_it_is(
     with pytest.raises(OSError, match="five replicas died"):
         Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai").play(engine)
     assert engine.calls == 1, "the client does not repeat it"
-
-
-def test_a_turn_that_takes_too_long(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
-    engine.waits = True
-    with pytest.raises(WaitTimeout, match="the policy to answer"):
-        Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai", turn_timeout_s=0.05).play(engine)
 
 
 def test_the_reward_of_verify(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,6 @@ Step = Callable[[], Awaitable[None]]
 def played(
     *attempts: Step,
     timeout_s: float | None = None,
-    turn_timeout_s: float | None = None,
     most: int = 2,
     **policies: Any,
 ) -> list[Flaw]:
@@ -49,7 +48,7 @@ def played(
         await attempts[number - 1]()
 
     rules = EpisodeRules(most, {**asdict(EndPolicies()), **policies})
-    flaws = run_virtual(Episodes(rules, timeout_s, -1.0, turn_timeout_s).play(begin, "a_0"))
+    flaws = run_virtual(Episodes(rules, timeout_s, -1.0).play(begin, "a_0"))
     assert numbers == list(range(1, len(attempts) + 1))
     return flaws
 
@@ -338,53 +337,6 @@ def test_failed_attempts_are_handed_over_with_their_output(monkeypatch: pytest.M
     assert (late.episode, late.attempt, late.end) == ("a_0", 1, "deadline")
     assert late.output == "attempt 1 ***\n"
     assert silent_one == FailedAttempt("a_0", 2, "agent_failed", "ValueError: a bug", "")
-
-
-# Turns and tool calls with deadlines.
-
-
-def slow_turn(then: Step | None = None, *, seconds: float = 10) -> Step:
-    """A turn that takes this long; what its agent loop does then, unless it leaves the error alone."""
-
-    async def step() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
-        try:
-            await attempt.turn(asyncio.sleep(seconds))
-        except WaitTimeout:
-            assert attempt.is_late
-            if then is None:
-                raise
-        await (then or succeeds)()
-
-    return step
-
-
-@pytest.mark.parametrize("then", [None, succeeds, raises(ValueError("after it"))])
-def test_a_turn_that_takes_too_long_ends_the_attempt_also_if_the_agent_ignores_it(then: Any) -> None:
-    (flaw,) = played(*[slow_turn(then)] * 2, turn_timeout_s=5)
-    assert "attempt 2: deadline: " in flaw.why and "a turn of the policy (agentic.turn_timeout_s)" in flaw.why
-    assert played(slow_turn(then), slow_turn(seconds=4), turn_timeout_s=5) == []
-    assert played(slow_turn()) == [], "without a limit"
-
-
-def test_a_timeout_inside_of_a_turn_is_no_late_turn() -> None:
-    async def step() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
-
-        async def fails() -> None:
-            raise WaitTimeout("the balancer")
-
-        try:
-            await attempt.turn(fails())
-        except WaitTimeout as error:
-            assert not attempt.is_late
-            attempt.rollout_failed(error)
-            raise
-
-    with pytest.raises(WaitTimeout, match="the balancer"):
-        played(step, turn_timeout_s=5)
 
 
 def test_a_task_inherits_the_episode_and_changes_only_its_own() -> None:

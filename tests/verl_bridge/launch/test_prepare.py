@@ -110,27 +110,11 @@ def test_a_run_of_an_unpatched_verl_is_prepared_as_any_other(
     assert [resource for resource, _ in needed] == ["GPU"]
 
 
-def test_a_value_that_others_were_computed_from_is_not_changed_late(
-    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "require_devices", lambda *asked: None)
-    changes = {MODE: PATCH_FREE, "data.train_batch_size": 32, f"{OWN}.training.single_mini_batch": True}
-    late = smoke(changes, switched_on=False)
-    OmegaConf.resolve(late)
-    with pytest.raises(
-        ConfigError, match=r"actor\.ppo_mini_batch_size must be 32 with .*, got 16; set it too"
-    ):
-        launch.adopt(late)
-    late = smoke({**changes, launch.REFERRED[0]: 32}, switched_on=False)
-    OmegaConf.resolve(late)
-    launch.adopt(late)
-
-
-def test_verls_config_refers_to_no_other_value_that_changes_late(launch: ModuleType, smoke: Smoke) -> None:
+def test_verls_config_refers_to_no_value_that_changes_late(smoke: Smoke) -> None:
     sizes = {f"{part}.{name}" for part in ("trainer", ROLLOUT) for name in ("nnodes", "n_gpus_per_node")}
     attention = {f"{part}.model.override_config" for part in ("actor_rollout_ref", "critic")}
     memory = f"{ROLLOUT}.gpu_memory_utilization"
-    changed = sizes | attention | {"data.train_batch_size", memory, *launch.REFERRED}
+    changed = sizes | attention | {"data.train_batch_size", memory}
     raw: Any = OmegaConf.to_container(smoke(), resolve=False)
     referring = {
         path: target
@@ -139,7 +123,7 @@ def test_verls_config_refers_to_no_other_value_that_changes_late(launch: ModuleT
         for target in changed & set(re.findall(r"[\w.]+", value))
         if "${" in value and path not in changed
     }
-    assert referring == {"critic.ppo_mini_batch_size": launch.REFERRED[0]}
+    assert referring == {}
 
 
 @pytest.mark.parametrize("way", ["mode", "switch"])

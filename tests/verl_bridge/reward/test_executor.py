@@ -214,14 +214,6 @@ def test_the_memory_of_a_function_is_limited(guard: Make) -> None:
     assert score(one, "46") == [1.0]
 
 
-@pytest.mark.slow
-def test_the_cpu_time_of_a_function_is_limited(guard: Make) -> None:
-    one = guard("one", cpu_s=0.5)
-    (error,) = score(one, "burn")
-    assert str(error).startswith("died: one: ProcessExpired")
-    assert score(one, "46") == [1.0]
-
-
 def test_a_process_leaves_no_core_dump(guard: Make) -> None:
     assert score(guard("one"), "limits") == [0.0]
 

@@ -19,7 +19,7 @@ def test_each_engine_has_its_replicas(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, engine: str, replica: str
 ) -> None:
     # SGLang itself would bring its stubs into this process.
-    sglang = ModuleType("recipe.async_pipeline.verl_bridge.rollout.sglang.replica")
+    sglang = ModuleType("recipe.async_pipeline.verl_bridge.rollout.sglang.server")
     sglang.PipelineSGLangReplica = type("Other", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, sglang.__name__, sglang)
     assert module.replica_class_of(engine).__name__ == replica

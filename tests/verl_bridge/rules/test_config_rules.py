@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch

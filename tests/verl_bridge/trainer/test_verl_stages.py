@@ -153,3 +153,42 @@ def test_a_batch_is_copied_for_a_stage_in_its_thread(load: Load, module: ModuleT
     done = asyncio.run(stages.run(StepBatch(step=1, groups=(), payload=payload), stage, "timer"))
     assert done.metrics == {"a": 1} and seen[0].keys == ["a"] and seen[0].tags is not tags
     assert tags.read_in and threading.current_thread().name not in tags.read_in
+
+
+# The KL coefficient.
+
+
+class Adaptive:
+    """Stands for verl's adaptive controller, which changes its value in place."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def update(self) -> None:
+        self.value *= 2
+
+
+def test_each_step_has_its_coefficient(module: ModuleType) -> None:
+    control = module.KlControl(Adaptive(1.0), step=4)
+    for step in (5, 6, 7):
+        controller = control.before(step)
+        controller.update()
+        control.advanced(step, controller)
+    assert [control.value_after(step) for step in (4, 5, 6, 7)] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_repeated_stage_starts_from_the_same_state(module: ModuleType) -> None:
+    control = module.KlControl(Adaptive(1.0), step=0)
+    control.before(1).update()
+    assert control.before(1).value == 1.0
+
+
+def test_states_before_a_trained_step_are_forgotten(module: ModuleType) -> None:
+    control = module.KlControl(Adaptive(1.0), step=0)
+    for step in range(1, 5):
+        control.advanced(step, control.before(step))
+    control.forget_before(3)
+    assert control.value_after(3) == 1.0
+    assert control.value_after(4) == 1.0
+    with pytest.raises(KeyError):
+        control.value_after(2)

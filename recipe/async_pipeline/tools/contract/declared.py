@@ -2,7 +2,7 @@
 """What the code of this package needs of an engine: what it imports, and what it declares.
 
 Imports, calls of imported names and subclasses are derived from the code. Members of objects that an engine
-hands over at run time cannot be, so `verl_bridge/rollout/<engine>/uses.py` declares them:
+hands over at run time cannot be, so `declarations/<engine>.py` declares them:
 
     "pause": {"engine.module:Class": ("member", "old | new", "async coroutine", "!unwanted")}
 
@@ -33,7 +33,7 @@ from .sources import OURS, Module, Sources, guarded_imports, words_in
 from .uses import Use, uses_of
 
 PACKAGE = Path(__file__).resolve().parents[2]
-TABLES = "verl_bridge/rollout/{}/uses.py"
+TABLES = "tools/contract/declarations/{}.py"
 _CPU_ONLY = "on a CPU"
 
 
@@ -87,7 +87,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredUses:
-    """What `uses.py` of an engine declares."""
+    """What the file of an engine declares."""
 
     files: Mapping[str, str]
     uses: Mapping[str, Mapping[str, tuple[str, ...]]]

@@ -64,7 +64,7 @@ def describe_episodes(
 def _limits(knobs: AgenticConfig, config: Mapping[str, Any], verls: str) -> str:
     """Return the limits of the episodes; `verls` is the agent loop that verl's key names."""
     plays_verls = knobs.environment is None and knobs.agent is None
-    limits = [("a turn", knobs.turn_timeout_s), ("an episode", knobs.episode_timeout_s)]
+    limits = [("an episode", knobs.episode_timeout_s)]
     if knobs.environment is not None:
         limits.append(("a reset or step", knobs.env_timeout_s))
     if knobs.tool_timeout_s is not None or verls == TOOL_AGENT:

@@ -88,7 +88,6 @@ class SessionSetup:
             max_chains=knobs.max_chains,
             main_model=gateway.main_model,
             auxiliary=gateway.auxiliary == "train",
-            turn_timeout_s=knobs.turn_timeout_s,
             turn_rewards=knobs.turn_rewards,
         )
         self.seed = int(OmegaConf.select(config, "data.seed") or 0)
@@ -101,8 +100,6 @@ class SessionSetup:
         self.sessions = Sessions()
         app = Gateway(
             self.sessions,
-            max_body_bytes=gateway.max_body_mb << 20,
-            keep_alive_s=gateway.keep_alive_s,
             claims=claims,
         ).app
         self._make_server = partial(GatewayServer, app, gateway.unix_dir, gateway.host)

@@ -66,7 +66,6 @@ def setup_of(config: DictConfig) -> EnvironmentSetup:
         limits = PoolLimits(
             isolation=knobs.isolation,
             concurrency=knobs.concurrency,
-            reset_ahead=knobs.reset_ahead,
             timeout_s=knobs.env_timeout_s,
         )
         rollout = config.actor_rollout_ref.rollout

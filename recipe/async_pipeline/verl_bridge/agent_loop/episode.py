@@ -40,8 +40,6 @@ class EpisodeLimits(NamedTuple):
     timeout_s: float | None = None
     """Seconds for one attempt, without its scoring; None for no limit."""
     failure_reward: float = 0.0
-    turn_timeout_s: float | None = None
-    """Seconds for each of its requests; None for no limit."""
 
 
 class Ended(Exception):  # noqa: N818 - no error, but the way out of verl's worker
@@ -85,7 +83,7 @@ class Attempt:
         """Take what the agent loop returned: what follows has no deadline, and its errors end the run.
 
         `responses` are verl's AgentLoopOutputs, of which the last one is scored. Raises Ended if they are not
-        trained, or if a turn or a tool call was too slow, also if the agent loop ignored that; so if it was
+        trained, or if a tool call was too slow, also if the agent loop ignored that; so if it was
         left running after the deadline of the episode.
         """
         if self._failed:
@@ -129,11 +127,6 @@ class Attempt:
                 self._late = error
             raise
 
-    @property
-    def is_late(self) -> bool:
-        """Whether a part of the episode exceeded its time."""
-        return self._late is not None
-
     @contextmanager
     def excused(self) -> Iterator[None]:
         """Leave the time inside the context out of the deadline."""
@@ -147,11 +140,6 @@ class Attempt:
         """Return the seconds so far that the deadline does not include."""
         since = self._excused_since
         return self._excused_s + (0.0 if since is None else _now() - since)
-
-    async def turn(self, answering: Awaitable[T]) -> T:
-        """Await the policy's answer to a request. Raises as `within`."""
-        what = "a turn of the policy (agentic.turn_timeout_s)"
-        return await self.within(answering, self._limits.turn_timeout_s, what=what)
 
     def rollout_failed(self, error: Exception) -> None:
         """Note an error of the rollout client, which is no fault of the episode."""

@@ -36,10 +36,9 @@ class Episodes:
         rules: EpisodeRules,
         timeout_s: float | None = None,
         failure_reward: float = 0.0,
-        turn_timeout_s: float | None = None,
     ) -> None:
         """See `EpisodeLimits`."""
-        self.limits = EpisodeLimits(rules, timeout_s, failure_reward, turn_timeout_s)
+        self.limits = EpisodeLimits(rules, timeout_s, failure_reward)
 
     async def play(
         self,

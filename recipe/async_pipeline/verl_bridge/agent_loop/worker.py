@@ -95,9 +95,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         replaced.apply("long prompts", refuse=self._checks.refusing_long_prompts)
         agentic = knobs.agentic
         rules = EpisodeRules.of(agentic.attempts, agentic.ends)
-        self._episodes = Episodes(
-            rules, agentic.episode_timeout_s, agentic.failure_reward, agentic.turn_timeout_s
-        )
+        self._episodes = Episodes(rules, agentic.episode_timeout_s, agentic.failure_reward)
         replaced.apply("tools", timeout_s=agentic.tool_timeout_s)
         self._redundancy = agentic.redundancy
         self._scores = Scores(knobs.reward.failure, float(knobs.reward.default))

@@ -27,7 +27,7 @@ from ...checkpoint.resume import LEDGER, check_ledger, origin_of, root_of, saves
 from ...config.agent_program import program_values
 from ...config.loss_modes import LOSS_CONFIG
 from ...config.misplaced import SWITCHES
-from ...config.paths import MODE, OWN, PATCH_FREE, RUNTIME
+from ...config.paths import OWN, RUNTIME
 from ...config.rollout_correction import describe_correction
 from ...config.runtime import RuntimeConfig
 from ...config.schema import AsyncPipelineConfig, is_strategy, plain
@@ -51,8 +51,6 @@ REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.weights.checkpoint_engine"
 LATEST = "latest"
 """Name of the link to the run directory that was made last."""
-REFERRED = ("actor_rollout_ref.actor.ppo_mini_batch_size",)
-"""Keys of verl that a knob may set, and that verl's config refers to elsewhere: the critic's mini-batch."""
 
 
 def prepare(config: DictConfig) -> None:
@@ -84,25 +82,12 @@ def adopt(config: DictConfig) -> None:
     """
     found = checked(config)
     assert found is not None, "verl makes this trainer only if the mode asks for it"
-    _refuse_late_changes(config, found)
     _check_engine(config, found)
     run_dir = _take_folders(config, found.translation.config)
     notes = set_verls_keys(config, found, ())
     _rewrite(config, found, run_dir, joins=False)
     _require_devices(config)
     _tell(config, found, notes)
-
-
-def _refuse_late_changes(config: DictConfig, found: Checked) -> None:
-    """Raises ConfigError if a value would change that verl has computed others of its config from."""
-    for path in REFERRED:
-        now = OmegaConf.select(config, path)
-        value = found.translation.verl.get(path, now)
-        if value != now:
-            raise ConfigError(
-                f"{path} must be {value} with {MODE}={PATCH_FREE}, because a knob asks so, got {now}; set "
-                "it too, since verl has computed other values from it"
-            )
 
 
 def _check_engine(config: DictConfig, found: Checked) -> None:

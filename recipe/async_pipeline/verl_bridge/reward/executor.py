@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import multiprocessing
 import os
 import resource
@@ -78,8 +77,6 @@ class Limits:
     """Responses per call, for a function that takes lists (`LISTS`); None for a function of one response."""
     memory_mb: int | None = None
     """Address space of a process in MiB; None for no limit."""
-    cpu_s: float | None = None
-    """CPU time of a call, of all its threads; None for no limit."""
 
 
 class RewardGuard:
@@ -223,9 +220,7 @@ class RewardGuard:
                 initargs=(*where, self._limits.memory_mb, self._begins),
                 context=multiprocessing.get_context("spawn"),
             )
-        return self._pool.schedule(
-            _call_here, args=(*where, arguments, self._limits.cpu_s), timeout=self._limits.timeout_s
-        )
+        return self._pool.schedule(_call_here, args=(*where, arguments), timeout=self._limits.timeout_s)
 
     def _kill_orphans(self) -> None:
         """Kill the process groups whose leader, a process of the pool, has ended."""
@@ -317,19 +312,8 @@ def _begin(path: str, name: str, memory_mb: int | None, begins: Any) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
 
 
-def _call_here(path: str, name: str, arguments: dict[str, Any], cpu_s: float | None) -> Any:
-    """Call the function in a process of the pool, which the kernel ends if it exceeds its CPU time.
-
-    Raises RewardError for every exception of the function.
-    """
-    if cpu_s is not None:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        soft = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
-        resource.setrlimit(
-            resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
-        )
-
+def _call_here(path: str, name: str, arguments: dict[str, Any]) -> Any:
+    """Call the function in a process of the pool. Raises RewardError for every exception of the function."""
     try:
         result = awaited_here(_load(path, name)(**arguments))
         ForkingPickler.dumps(result)  # the pool would only report that the process died

@@ -42,7 +42,6 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
                 concurrency=knobs.concurrency,
                 batch=knobs.batch,
                 memory_mb=knobs.memory_mb,
-                cpu_s=knobs.cpu_s,
             ),
         )
 

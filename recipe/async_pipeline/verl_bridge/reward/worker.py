@@ -12,9 +12,10 @@ from collections.abc import Awaitable
 from typing import Any
 
 from verl import DataProto
-from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
 
 from ..calls.direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
+from ..calls.restartable_actors import restartable
 from .executor import only_errors
 from .naive_scoring import Scorer, scorer_of
 from .responses import PlainData, Response
@@ -74,3 +75,11 @@ class PlainCaller:
             # Ray waits until the worker has been started again.
             result = await self._worker.compute_plain.remote(answer)
         return result
+
+
+class PipelineRewardLoopManager(RewardLoopManager):  # type: ignore[misc]
+    """verl's reward manager of workers, which restarts a worker whose process ends."""
+
+    def _init_reward_loop_workers(self) -> None:
+        self.reward_loop_workers_class = restartable(PlainRewardLoopWorker)
+        super()._init_reward_loop_workers()

@@ -93,9 +93,9 @@ class PipelineLLMClient(LLMServerClient):
             else self._continue(transcript, request_id, **kwargs)
         )
         try:
-            output = await (answering if attempt is None else attempt.turn(answering))
+            output = await answering
         except Exception as error:
-            if attempt is not None and not attempt.is_late and not refuses_request(error):
+            if attempt is not None and not refuses_request(error):
                 attempt.rollout_failed(error)
             raise
         said = output.extra_fields

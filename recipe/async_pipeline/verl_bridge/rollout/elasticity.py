@@ -23,6 +23,8 @@ LOOK_EVERY_S = 1.0
 """Interval at which the trainer looks for requests."""
 GROW_EVERY_S = 10.0
 """Interval at which it looks for free devices."""
+DRAIN_S = 600.0
+"""Time for a replica that is removed to finish its open requests."""
 COUNT_S = 5.0
 """Deadline for a replica to count its open requests, for a list of the replicas."""
 
@@ -90,7 +92,7 @@ class Elasticity:
             done["added"] = self._add(int(request["count"]), self._free(nodes))
         elif request.get("action") == "remove":
             name = str(request["name"])
-            self._fleet.remove(name, self._settings.drain_timeout_s)
+            self._fleet.remove(name, DRAIN_S)
             self._most = max(0, self._most - 1)
             done["removed"] = name
         return {**done, "max_replicas": self._settings.max_replicas, "replicas": await self._list(nodes)}

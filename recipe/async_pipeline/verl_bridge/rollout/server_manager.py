@@ -111,14 +111,14 @@ def import_model_packages(config: DictConfig) -> None:
 def replica_class_of(engine: str) -> Callable[..., StandaloneReplica]:
     """Return the replica class of an engine. Imports the engine, which takes seconds."""
     if engine == "sglang":
-        from .sglang.replica import PipelineSGLangReplica
+        from .sglang.server import PipelineSGLangReplica
 
         return PipelineSGLangReplica
     if engine == "diffusers":
-        from .diffusers.replica import PipelineDiffusersReplica
+        from .diffusers.server import PipelineDiffusersReplica
 
         return PipelineDiffusersReplica
-    from .vllm.replica import PipelineVLLMReplica
+    from .vllm.server import PipelineVLLMReplica
 
     return PipelineVLLMReplica
 

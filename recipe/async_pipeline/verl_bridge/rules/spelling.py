@@ -8,7 +8,6 @@ its name occurs nowhere in verl's source.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -18,7 +17,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.misplaced import ALIKE, reject_in_place
-from ...config.paths import select
+from ...config.paths import nearest, select
 from ...config.refusals import check_all
 from ...config.rollout_correction import POLICY_LOSS
 from ...errors import ConfigError
@@ -52,8 +51,8 @@ def _check_section(path: str, section: Mapping[Any, Any], tree: dict[str, Any]) 
 
 def near_key(name: str, known: frozenset[str]) -> str | None:
     """Return the known key of which a name is a misspelling, or None if verl may read the name itself."""
-    near = difflib.get_close_matches(name, sorted(known), 1, ALIKE)
-    return near[0] if near and not is_read(name) else None
+    near = nearest(name, known, ALIKE)
+    return None if near is None or is_read(name) else near
 
 
 def _sections(tree: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.misplaced import ALIKE
-from ...config.paths import OWN, select
+from ...config.paths import OWN, nearest, select
 from ...config.without_effect import without_effect
 from ...errors import PatchError
 from ...installed.verl import find_verl_root, has, keys_of_tree
@@ -71,4 +70,4 @@ def near_key(path: str) -> str | None:
         for key, value in section.items()
         if not isinstance(value, Mapping)
     }
-    return next(iter(difflib.get_close_matches(name, sorted(known), 1, ALIKE)), None)
+    return nearest(name, known, ALIKE)

@@ -104,7 +104,7 @@ class PipelineRun:
         self.knobs, self.runtime = knobs_of(self.config), runtime_of(self.config)
         self.placement = self.runtime.placement
         faults = self.knobs.faults
-        self.caution = Caution(after=faults.degrade_after_failures, clean=faults.restore_after_successes)
+        self.caution = Caution()
         self.wait_timeout_s: float | None = faults.wait_timeout_s
 
         self.calls = BlockingCalls(self.wait_timeout_s)
@@ -226,7 +226,7 @@ class PipelineRun:
         flow.fates.subscribe(self.prompts.settled)
         flow.fates.subscribe(observers.guard(SELECTION, self.meters.settled, lost=LOST[SELECTION]))
 
-        watchdog = Watchdog(folder.path / "diagnosis.txt", stalled_after_s=knobs.faults.loop_stall_s, say=say)
+        watchdog = Watchdog(folder.path / "diagnosis.txt", say=say)
 
         def expired(wait: Wait) -> str:
             diagnosis = diagnose(flow, wait)

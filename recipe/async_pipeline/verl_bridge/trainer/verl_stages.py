@@ -14,7 +14,34 @@ from transfer_queue import KVBatchMeta
 from ...core.items import StepBatch
 from ..store.sample_columns import trained_columns
 from .calls import BlockingCalls
-from .kl_control import KlControl
+
+
+class KlControl:
+    """The KL controller of verl after each of the newest steps, which are taken in their order.
+
+    Batches of later steps pass the reward stage while an earlier step trains, or while its checkpoint is
+    written. A single controller would already contain their updates.
+    """
+
+    def __init__(self, controller: Any, step: int) -> None:
+        """Start with the state after `step`; `controller` is verl's, with a `value`."""
+        self._after = {step: controller}
+
+    def before(self, step: int) -> Any:
+        """Return a controller that `step` may advance."""
+        return copy.copy(self._after[step - 1])
+
+    def advanced(self, step: int, controller: Any) -> None:
+        """Keep the state after `step`."""
+        self._after[step] = controller
+
+    def value_after(self, step: int) -> float:
+        """Return the coefficient after `step`."""
+        return float(self._after[step].value)
+
+    def forget_before(self, step: int) -> None:
+        """Forget the states after steps that were trained before `step`."""
+        self._after = {s: controller for s, controller in self._after.items() if s >= step}
 
 
 class VerlStages:

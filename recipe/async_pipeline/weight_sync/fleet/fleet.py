@@ -22,8 +22,7 @@ from ...core.wait_queue import Turnstile
 from ...errors import WeightSyncError
 from ..hosts.consumer import Consumer
 from ..memory.manifest import WeightTicket
-from .keeper import ASK_S, Keeper
-from .keeper_state import Shared
+from .keeper import ASK_S, Keeper, Shared
 from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, LoadPhase, Member, Registry
 
 GRACE_S = 30.0

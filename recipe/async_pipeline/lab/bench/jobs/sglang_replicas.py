@@ -14,8 +14,11 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from ....verl_bridge.calls.control_calls import server_actor
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
 from ....verl_bridge.rollout.sglang import scheduler as children
-from ....verl_bridge.rollout.sglang.replica import PipelineSGLangReplica
-from ....verl_bridge.rollout.sglang.server import PipelineSGLangServer, use_own_children
+from ....verl_bridge.rollout.sglang.server import (
+    PipelineSGLangReplica,
+    PipelineSGLangServer,
+    use_own_children,
+)
 from .sglang_steps import run_scheduler_process
 
 # Only now: this package's stubs must be in place.

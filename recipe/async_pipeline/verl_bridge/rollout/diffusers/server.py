@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from cachetools import LRUCache
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from ....diffusion.families import Conditions
 from ....diffusion.frozen_parts import FrozenParts
@@ -23,8 +25,10 @@ from ....diffusion.windows import SdeWindow
 from ....weight_sync.engine.serving_rank import ServingRank
 from ....weight_sync.engine.versioned_engine import Loaded, Salts, VersionedEngine
 from ....weight_sync.memory.manifest import decode
+from ...calls.control_calls import server_actor
 from ...cpu.cpu_platform import is_cpu
 from ...workers.diffusion_model import DiffusionModelConfig
+from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer
 from .engine import DiffusersEngine, DrawnImage
 from .fields import CONDITIONS, LATENTS, PICTURE
@@ -157,3 +161,40 @@ class PipelineDiffusersServer(VersionedServer, ImageServer):
 
     def _death(self) -> BaseException | None:
         return self._engine.death
+
+
+class DiffusersReplica(RolloutReplica):  # type: ignore[misc]
+    """What verl's replica classes are for other engines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = server_actor(PipelineDiffusersServer)
+
+    async def launch_servers(self) -> None:
+        """Start the server on the node of the reserved device."""
+        (worker,) = self.workers
+        node, device = await worker.where()
+        platform = get_platform()
+        environment = {
+            **{name: "1" for name in platform.ray_noset_envvars()},
+            **platform.rollout_env_vars(),
+            platform.visible_devices_envvar(): str(device),
+        }
+        server = self.server_class.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            runtime_env={"env_vars": environment},
+            name=f"image_server_{self.replica_rank}_0{self.name_suffix}",
+            max_concurrency=self.max_concurrency,
+        ).remote(
+            config=self.config,
+            model_config=self.model_config,
+            replica_rank=self.replica_rank,
+            node_rank=0,
+        )
+        self.servers.append(server)
+        self._server_handle = server
+        self._server_address = await server.launch_server.remote()
+
+
+class PipelineDiffusersReplica(StandaloneReplica, DiffusersReplica):
+    """A replica with this package's restarts."""

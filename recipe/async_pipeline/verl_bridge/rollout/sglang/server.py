@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from sglang.utils import TypeBasedDispatcher
-from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from ....errors import EngineDeadError
 from ....weight_sync.engine.versioned_engine import Loaded, Salts
 from ... import replaced
+from ...calls.control_calls import server_actor
 from ...cpu.cpu_platform import is_cpu
 from .. import prefork
+from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import lora, scheduler
 from .arguments import CORES, all_cores, cpu_arguments
@@ -94,3 +96,12 @@ class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
             return None
         names = ", ".join(f"{child.name} (exit code {child.exitcode})" for child in dead)
         return EngineDeadError(f"replica {self.replica_rank}: SGLang's processes have ended: {names}")
+
+
+class PipelineSGLangReplica(StandaloneReplica, SGLangReplica):
+    """verl's replica with this package's server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        server_class = server_actor(PipelineSGLangServer)
+        self.server_class = prefork.started_early(server_class, "sglang") if is_cpu() else server_class

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.sampling_params import StructuredOutputsParams
 
 from ....console import echo
@@ -16,8 +16,10 @@ from ....core.items import LoadReport
 from ....observe.table import MARK
 from ....weight_sync.engine.versioned_engine import FORM, Loaded, Salts
 from ... import replaced
+from ...calls.control_calls import server_actor
 from ...cpu.cpu_platform import is_cpu
 from .. import prefork
+from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from .engine import progress_by_name, rejections, serve_versions
 from .facts import engine_line
@@ -106,3 +108,12 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
         if self.node_rank:
             return None
         return self.engine.dead_error if self.engine.errored else None
+
+
+class PipelineVLLMReplica(StandaloneReplica, vLLMReplica):
+    """verl's replica with this package's server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        server_class = server_actor(PipelineVLLMServer)
+        self.server_class = prefork.started_early(server_class, "vllm") if is_cpu() else server_class
