@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipe.async_pipeline.cli.main import main
+from recipe.async_pipeline.verl_bridge import main_flowgrpo
 from recipe.async_pipeline.verl_bridge.main_flowgrpo import CONFIGS, arguments_of
 from tests.conftest import Load
 from tests.fakes.alias_values import ACTOR, FLAT, GERL_REFUSED, GERL_SCRIPTS, NESTED
@@ -78,6 +80,21 @@ def test_gerls_scripts_are_understood(name: str, folder: Path, capsys: pytest.Ca
         f"{ACTOR}.n_gpus_per_node={script.actors} -> trainer.n_gpus_per_node={script.actors}"
         in (plan["notes"])
     )
+
+
+@pytest.mark.real_engine
+def test_a_script_is_rewritten_before_verl_reads_it(
+    load: Load, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config file has the switch, which the command line lacks."""
+    received: list[str] = []
+    monkeypatch.setattr(load("verl.trainer.main_ppo"), "main", lambda: received.extend(sys.argv))
+    script = overrides_of(GERL_SCRIPTS["3p_a1_r2"].keys, folder)
+    monkeypatch.setattr(sys, "argv", ["main_flowgrpo.py", *script])
+    main_flowgrpo.main()
+    assert received[1:5] == arguments_of([])
+    assert not any(word.startswith("reward_model.") for word in received)
+    assert any(word.startswith("reward.reward_manager.name=") for word in received)
 
 
 @pytest.mark.real_engine

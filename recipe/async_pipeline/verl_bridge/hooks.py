@@ -38,15 +38,15 @@ from ..observe.causes import causes
 from ..observe.table import MARK
 
 
-def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True) -> None:
+def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True, switched_on: bool = False) -> None:
     """Rewrite the words of a command line that were written for another verl, with a note on each.
 
-    `argv` begins with the program and is changed in place. Nothing changes without the switch. For main_ppo,
-    keys that no code reads get a note, and the process exits with status 2 and a line for each problem if the
-    config lacks a key.
+    `argv` begins with the program and is changed in place. Nothing changes without the switch, which a file
+    may have (`switched_on`). For main_ppo, keys that no code reads get a note, and the process exits with
+    status 2 and a line for each problem if the config lacks a key.
     """
     words = [word for word in argv[1:] if "=" in word and not word.startswith("-")]
-    if not asks_for_pipeline(words):
+    if not (switched_on or asks_for_pipeline(words)):
         return
     from .rules.spelling import without_unread
     from .rules.verl_keys import has_key

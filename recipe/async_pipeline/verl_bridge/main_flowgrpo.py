@@ -25,7 +25,10 @@ def main() -> None:
     """Run verl's entry point."""
     from verl.trainer import main_ppo
 
+    from . import hooks
+
     sys.argv[1:] = arguments_of(sys.argv[1:])
+    hooks.rewrite_command_line(sys.argv, switched_on=True)
     main_ppo.main()
 
 
