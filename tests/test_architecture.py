@@ -20,9 +20,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline import errors
+from recipe.async_pipeline.config.keys.translation import resolve
+from recipe.async_pipeline.config.knobs.schema import STRATEGY_LAG
 from recipe.async_pipeline.config.paths import select
-from recipe.async_pipeline.config.schema import STRATEGY_LAG
-from recipe.async_pipeline.config.translation import resolve
 from recipe.async_pipeline.installed.verl import find_verl_root
 from tests import REPOSITORY
 from tests.source_tree import MODULES, OWN_NAME, PACKAGE, below, nodes_of, parse

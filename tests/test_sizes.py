@@ -20,7 +20,7 @@ from tests.sizes import PARTS, lines_of, table
         ("cli/main.py", ["run"]),
         ("tools/plan/bound.py", ["tools"]),
         ("lab/bench/arms.py", ["lab"]),
-        ("config/schema.py", ["run", "config, a part of run"]),
+        ("config/knobs/schema.py", ["run", "config, a part of run"]),
         ("verl_bridge/rules/megatron_rules.py", ["run", "config, a part of run"]),
         ("verl_bridge/rules/megatron.py", ["run", "config, a part of run"]),
         ("verl_bridge/rollout/router.py", ["run"]),

@@ -41,7 +41,7 @@ Importing this package loads neither torch nor verl nor Ray.
 """
 
 from . import stages as _stages  # registers the eight stages
-from .config.schema import AsyncPipelineConfig
+from .config.knobs.schema import AsyncPipelineConfig
 from .core.flow import AsyncTrainingFlow, FlowResult
 from .core.stage import RoleStateMachine, create_role_state_machine, known_roles, register_role
 from .core.state_machine import TRANSITIONS, Event, StageState

@@ -20,9 +20,9 @@ from recipe.async_pipeline.checkpoint.resume import (
     origin_of,
 )
 from recipe.async_pipeline.checkpoint.store import begin, publish
+from recipe.async_pipeline.config.knobs.schema import AsyncPipelineConfig
 from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.config.placement import placement_of
-from recipe.async_pipeline.config.schema import AsyncPipelineConfig
 from recipe.async_pipeline.errors import CheckpointError, ConfigError
 from tests.refusals import Refused, cases_of
 

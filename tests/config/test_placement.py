@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.config.foreign_pools import pools_of_ratios, pools_of_tasks
+from recipe.async_pipeline.config.keys.foreign_pools import pools_of_ratios, pools_of_tasks
 from recipe.async_pipeline.config.placement import (
     PLACED,
     Placement,

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config.entry_points import FULLY_ASYNC
-from recipe.async_pipeline.config.overrides import hydra_value
+from recipe.async_pipeline.config.keys.entry_points import FULLY_ASYNC
+from recipe.async_pipeline.config.keys.overrides import hydra_value
 from recipe.async_pipeline.tools.ledger.file import audit_file
 from recipe.async_pipeline.tools.translate.rules import leaves
 from tests.e2e.job import ROOT, Job, check_events, run_job, smoke_command

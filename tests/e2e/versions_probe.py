@@ -26,7 +26,7 @@ from typing import Any, get_args
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipe.async_pipeline.config.weight_sync import InFlightPolicy
+from recipe.async_pipeline.config.knobs.weight_sync import InFlightPolicy
 from recipe.async_pipeline.lab.gpu_kit.engine_check import saying
 from recipe.async_pipeline.weight_sync.engine.staging import await_staged
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 uvicorn = pytest.importorskip("uvicorn")
-from recipe.async_pipeline.config.agentic import MAX_UNIX_DIR  # noqa: E402
+from recipe.async_pipeline.config.knobs.agentic import MAX_UNIX_DIR  # noqa: E402
 from recipe.async_pipeline.gateway.server import GatewayServer  # noqa: E402
 from tests import HANG_S
 

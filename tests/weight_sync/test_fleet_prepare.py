@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.weight_sync import SHORT_COMMIT_S, concurrent_loads
+from recipe.async_pipeline.config.knobs.weight_sync import SHORT_COMMIT_S, concurrent_loads
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import ProofError, WaitTimeout
 from recipe.async_pipeline.weight_sync.fleet.fleet import Fleet

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ..config.fields import knobs_of
-from ..config.older_verl import WHOLE
+from ..config.keys.older_verl import WHOLE
+from ..config.knobs.fields import knobs_of
+from ..config.knobs.schema import AsyncPipelineConfig
 from ..config.paths import OWN, select
 from ..config.placement import Placement
-from ..config.schema import AsyncPipelineConfig
 from ..errors import CheckpointError, ConfigError
 from ..observe.run_files import last_number, run_of
 from ..redaction import without_secrets

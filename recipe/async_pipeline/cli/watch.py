@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
-from ..config.overrides import explain_complaint
-from ..config.schema import MOST_NOTICE_S
+from ..config.keys.overrides import explain_complaint
+from ..config.knobs.schema import MOST_NOTICE_S
 from ..observe.run_files import set_aside
 from ..observe.summary import write_in_its_place, written_ns
 from ..observe.table import MARK, TRANSIENT

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError
+from .knobs.schema import AsyncPipelineConfig
 from .paths import OWN, hint, select
-from .schema import AsyncPipelineConfig
 
 MOST_DEVICES = 1_000_000
 """Upper bound for nodes and for devices of a node; a larger number is a typing error."""

@@ -60,7 +60,7 @@ class GatewayServer:
         self.unix_socket: Path | None = None
         """Where it also listens, if `unix_dir` is given."""
         if unix_dir is not None:
-            # `config.agentic.MAX_UNIX_DIR` leaves 26 bytes for the name.
+            # `config.knobs.agentic.MAX_UNIX_DIR` leaves 26 bytes for the name.
             name = f"{PREFIX}{secrets.token_hex(4)}{SUFFIX}"
             self.unix_socket = Path(unix_dir).expanduser().absolute() / name
 

@@ -26,12 +26,12 @@ from typing import Any, NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..config.entry_points import is_program
-from ..config.older_verl import asks_for_pipeline, modernised
-from ..config.overrides import quote_names
+from ..config.keys.entry_points import is_program
+from ..config.keys.older_verl import asks_for_pipeline, modernised
+from ..config.keys.overrides import quote_names
+from ..config.keys.translation import is_enabled, require_no_stray_keys
+from ..config.knobs.schema import is_strategy
 from ..config.paths import OWN, RUNTIME
-from ..config.schema import is_strategy
-from ..config.translation import is_enabled, require_no_stray_keys
 from ..console import EXIT_USERS, echo
 from ..errors import AsyncPipelineError
 from ..observe.causes import causes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies
-from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
+from recipe.async_pipeline.config.knobs.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.tools.explain.episode_plan import describe_episodes
 
 

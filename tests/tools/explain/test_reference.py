@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config.aliases import FOREIGN, SET_BY_OTHERS, quota
-from recipe.async_pipeline.config.fields import knobs_of
-from recipe.async_pipeline.config.foreign_keys import Draft
-from recipe.async_pipeline.config.names import flattened
+from recipe.async_pipeline.config.keys.aliases import FOREIGN, SET_BY_OTHERS, quota
+from recipe.async_pipeline.config.keys.foreign_keys import Draft
+from recipe.async_pipeline.config.keys.translation import resolve
+from recipe.async_pipeline.config.knobs.fields import knobs_of
+from recipe.async_pipeline.config.knobs.names import flattened
+from recipe.async_pipeline.config.knobs.schema import AsyncPipelineConfig, knob_paths
 from recipe.async_pipeline.config.paths import OWN, select
-from recipe.async_pipeline.config.schema import AsyncPipelineConfig, knob_paths
-from recipe.async_pipeline.config.translation import resolve
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.tools.explain.reference import DOCS, YAML, render_docs, render_help, render_yaml
 from tests import REPOSITORY

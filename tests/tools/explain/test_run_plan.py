@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from recipe.async_pipeline.config.knobs.schema import AsyncPipelineConfig
 from recipe.async_pipeline.config.placement import Placement, Pool, placement_of
-from recipe.async_pipeline.config.schema import AsyncPipelineConfig
 from recipe.async_pipeline.tools.explain.run_plan import Plan, as_json, describe_plan, drawing, plan_of
 
 pytestmark = pytest.mark.real_engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.rollout_correction import POLICY_LOSS
+from recipe.async_pipeline.config.checks.rollout_correction import POLICY_LOSS
 from recipe.async_pipeline.tools.explain.training import describe_loss, describe_training
 from tests.fakes.alias_values import nested
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipe.async_pipeline.config.settings_file import as_settings
+from recipe.async_pipeline.config.derived.settings_file import as_settings
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import EventLog
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow

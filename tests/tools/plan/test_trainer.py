@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from recipe.async_pipeline.config.knobs.schema import TrainingConfig
 from recipe.async_pipeline.config.placement import Placement, Pool
-from recipe.async_pipeline.config.schema import TrainingConfig
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
 from recipe.async_pipeline.core.message_queue import MessageQueue

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.foreign_keys import Document, Outcome, Takes, differs, nothing, to
+from recipe.async_pipeline.config.keys.foreign_keys import Document, Outcome, Takes, differs, nothing, to
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.tools.translate import async_flow, rllm, roll, uni_agent
 from recipe.async_pipeline.tools.translate.rules import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.older_verl import MOVED
-from recipe.async_pipeline.config.without_effect import WITHOUT_EFFECT, is_below
+from recipe.async_pipeline.config.keys.older_verl import MOVED
+from recipe.async_pipeline.config.keys.without_effect import WITHOUT_EFFECT, is_below
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.tools.patches import verl_source
@@ -50,7 +50,7 @@ def shipped() -> dict[str, str]:
 
 def test_every_key_has_a_verdict() -> None:
     without = [path for path, verdict in shipped().items() if verdict.endswith(": None")]
-    assert without == [], "add a reason to config/without_effect.py, or a verdict to DECIDED"
+    assert without == [], "add a reason to config/keys/without_effect.py, or a verdict to DECIDED"
 
 
 def test_every_row_by_hand_is_needed() -> None:

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from recipe.async_pipeline.agents.episodes import COUNTS, PEAKS, EndPolicies, EpisodeRules
 from recipe.async_pipeline.agents.runners import Policy
 from recipe.async_pipeline.agents.sandbox import reason_without
-from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
+from recipe.async_pipeline.config.knobs.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed
 from recipe.async_pipeline.gateway.client import Client, claimed
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer

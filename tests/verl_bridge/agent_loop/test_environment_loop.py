@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.agents.environment import EnvironmentSpec
-from recipe.async_pipeline.config.agentic import AgenticConfig
+from recipe.async_pipeline.config.knobs.agentic import AgenticConfig
 from recipe.async_pipeline.errors import ConfigError, EnvironmentFailed
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episode import END, WHY

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.async_pipeline.config.entry_points import FULLY_ASYNC
+from recipe.async_pipeline.config.keys.entry_points import FULLY_ASYNC
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge import hooks

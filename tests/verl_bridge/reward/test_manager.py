@@ -14,9 +14,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from recipe.async_pipeline.config.derived.runtime import RuntimeConfig
 from recipe.async_pipeline.config.paths import OWN, RUNTIME, nested
 from recipe.async_pipeline.config.placement import Placement
-from recipe.async_pipeline.config.runtime import RuntimeConfig
 from recipe.async_pipeline.errors import RewardError
 from tests import FAKES, HANG_S
 from tests.conftest import Load

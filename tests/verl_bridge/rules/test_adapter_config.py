@@ -20,7 +20,7 @@ REFRESH = f"{OWN}.training.ref_refresh_every"
 
 @pytest.fixture(scope="module")
 def adapters(load: Load) -> ModuleType:
-    return load("recipe.async_pipeline.config.adapters")
+    return load("recipe.async_pipeline.config.derived.adapters")
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipe.async_pipeline.config.checks.verl_options import RULES
+from recipe.async_pipeline.config.knobs.schema import knob_paths
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.config.schema import knob_paths
-from recipe.async_pipeline.config.verl_options import RULES
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError
 from tests.conftest import Load
 from tests.refusals import Refused, cases_of
@@ -372,7 +372,7 @@ def test_an_agent_selects_its_agent_loop_and_its_program_is_found_from_any_folde
 def test_an_environment_of_gymnasium_requires_it(
     launch: ModuleType, smoke: Smoke, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks = load("recipe.async_pipeline.config.environment_arguments")
+    checks = load("recipe.async_pipeline.config.checks.environment_arguments")
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"='CartPole-v1' requires gymnasium; pip install"):
         launch.checked(smoke({ENVIRONMENT: "CartPole-v1"}))

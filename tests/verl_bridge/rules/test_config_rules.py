@@ -13,9 +13,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config import verl_values
+from recipe.async_pipeline.config.checks import verl_values
+from recipe.async_pipeline.config.checks.verl_options import RULES
 from recipe.async_pipeline.config.paths import nested
-from recipe.async_pipeline.config.verl_options import RULES
 from recipe.async_pipeline.errors import ConfigError
 from tests.conftest import Load
 from tests.refusals import Refused, cases_of
@@ -29,7 +29,7 @@ def test_the_smoke_config_is_supported(module: ModuleType, smoke: Smoke) -> None
 
 
 def test_every_row_is_used(module: ModuleType, smoke: Smoke) -> None:
-    """`tests/config/test_verl_options.py` has a case for each row; here, every third one."""
+    """`tests/config/checks/test_verl_options.py` has a case for each row; here, every third one."""
     for row in RULES[::3]:
         with pytest.raises(ConfigError) as refused:
             module.check_verl_config(smoke({row.path: "nonsense"}))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config.aliases import FOREIGN
+from recipe.async_pipeline.config.keys.aliases import FOREIGN
+from recipe.async_pipeline.config.knobs.schema import knob_paths
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.config.schema import knob_paths
 from recipe.async_pipeline.errors import ConfigError
 from tests.verl_bridge.conftest import Smoke
 

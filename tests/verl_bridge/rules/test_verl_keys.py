@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.config.overrides import explain_complaint
+from recipe.async_pipeline.config.keys.overrides import explain_complaint
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.verl_bridge.rules import verl_keys
 from recipe.async_pipeline.verl_bridge.rules.verl_keys import is_read, near_key

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...config.overrides import hydra_value
+from ...config.keys.overrides import hydra_value
 from ...errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"

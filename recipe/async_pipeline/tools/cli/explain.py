@@ -10,10 +10,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from ...config.entry_points import EntryPoint, entry_of_command
-from ...config.misplaced import SWITCHES
-from ...config.older_verl import modernised
-from ...config.overrides import quote_names
+from ...config.keys.entry_points import EntryPoint, entry_of_command
+from ...config.keys.misplaced import SWITCHES
+from ...config.keys.older_verl import modernised
+from ...config.keys.overrides import quote_names
 from ...console import echo
 from ...installed.engines import installed
 from ...installed.verl import find_verl_root

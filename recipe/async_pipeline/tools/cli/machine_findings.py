@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ...agents import sandbox
-from ...config import machine
+from ...config.checks import machine
 from .finding import Finding, Verdict
 
 MIN_SHM_GB = 2.0

@@ -9,7 +9,7 @@ import math
 import sys
 from typing import Any
 
-from ...config.schema import MOST_LAG
+from ...config.knobs.schema import MOST_LAG
 from ...console import echo
 from ...errors import ConfigError
 from ..plan.bound import bound_s

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.placement import Placement
-from ...config.schema import AsyncPipelineConfig
 from ...console import echo
 from ...core.untrained_groups import Straggler
 from ...errors import ConfigError

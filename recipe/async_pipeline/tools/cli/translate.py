@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...config.foreign_keys import Document
-from ...config.overrides import hydra_value
+from ...config.keys.foreign_keys import Document
+from ...config.keys.overrides import hydra_value
 from ...console import echo
 from ...errors import ConfigError, PatchError
 from ...installed.verl import find_verl_root, keys_of_tree

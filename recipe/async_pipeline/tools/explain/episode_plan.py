@@ -9,7 +9,7 @@ from typing import Any
 
 from ...agents.episodes import FAILED_EPISODE, POLICIES
 from ...agents.runners import is_function
-from ...config.agentic import AGENT_LOOP, EXTERNAL, VERLS_AGENT_LOOP, AgenticConfig
+from ...config.knobs.agentic import AGENT_LOOP, EXTERNAL, VERLS_AGENT_LOOP, AgenticConfig
 from ...config.paths import select
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...config.aliases import FOREIGN, SET_BY_OTHERS
-from ...config.fields import LONGEST_S, Knob, knobs_of, sections_of
-from ...config.misplaced import SWITCHES
+from ...config.keys.aliases import FOREIGN, SET_BY_OTHERS
+from ...config.keys.misplaced import SWITCHES
+from ...config.knobs.fields import LONGEST_S, Knob, knobs_of, sections_of
+from ...config.knobs.schema import AsyncPipelineConfig, knob_paths
 from ...config.paths import OWN, hint
-from ...config.schema import AsyncPipelineConfig, knob_paths
 from ...errors import ConfigError
 
 COMMAND = "python -m recipe.async_pipeline.tools.explain.reference"

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ...config.adapters import adapter_rank, publishes_adapters
-from ...config.open_requests import OpenRequests
+from ...config.checks.rollout_correction import describe_correction
+from ...config.checks.training_engine import data_parallel
+from ...config.derived.adapters import adapter_rank, publishes_adapters
+from ...config.derived.open_requests import OpenRequests
+from ...config.derived.published import arena_bytes, model_parameters, published_parameters, version_bytes
+from ...config.derived.sample_store import StoreBudget, store_budget
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import select
 from ...config.placement import Placement
-from ...config.published import arena_bytes, model_parameters, published_parameters, version_bytes
-from ...config.rollout_correction import describe_correction
-from ...config.sample_store import StoreBudget, store_budget
-from ...config.schema import AsyncPipelineConfig
-from ...config.training_engine import data_parallel
 from ...core.message_queue import share_of
 from .episode_plan import describe_episodes
 from .strategy_order import order_of
@@ -56,7 +56,7 @@ class Plan:
     """Upper bound for groups in flight or finished but not yet trained."""
     answers_at_once: int
     engine_slots: int
-    """Responses that the replicas generate concurrently; others wait, see `config.open_requests`."""
+    """Responses that the replicas generate concurrently; others wait, see `config.derived.open_requests`."""
     open_requests: int
     """Requests that may be open on one replica."""
     store: StoreBudget

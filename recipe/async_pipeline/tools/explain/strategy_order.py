@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ast
 
+from ...config.checks.user_classes import find_class
 from ...config.paths import OWN
-from ...config.user_classes import find_class
 from ...core.schedule import Schedule
 from ...strategies import STRATEGIES
 

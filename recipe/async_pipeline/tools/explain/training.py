@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...config.loss_modes import LOSS_OF_VARIANT
+from ...config.checks.rollout_correction import PI_OLD, POLICY_LOSS, WITHOUT_RATIO
+from ...config.checks.training_engine import ACTOR, OTHERS, SHARDED, data_parallel, megatron_sizes, ulysses
+from ...config.keys.loss_modes import LOSS_OF_VARIANT
 from ...config.paths import select
-from ...config.rollout_correction import PI_OLD, POLICY_LOSS, WITHOUT_RATIO
-from ...config.training_engine import ACTOR, OTHERS, SHARDED, data_parallel, megatron_sizes, ulysses
 
 
 def describe_training(config: Mapping[str, Any], devices: int) -> str:

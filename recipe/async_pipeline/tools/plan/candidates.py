@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.schema import AsyncPipelineConfig
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...errors import ConfigError
 from .bound import bound_terms, estimate_s, work_of
 from .draws import Draws

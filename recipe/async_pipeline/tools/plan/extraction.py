@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from ...config.weight_sync import concurrent_loads
+from ...config.knobs.weight_sync import concurrent_loads
 from ...core.events import LogRecord
 from .distribution import Distribution, histogram_of
 from .profile import Answers, Batch, Decode, Failures, Profile, Stage, Stages, Sync, Validation

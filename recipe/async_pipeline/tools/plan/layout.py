@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from ...config.divisibility import check_divides, check_replicas
+from ...config.checks.divisibility import check_divides, check_replicas
+from ...config.checks.user_classes import schedule_at
+from ...config.knobs.schema import DEFAULT_AHEAD, AsyncPipelineConfig, canonical_strategy
 from ...config.placement import Placement, Pool, place, wishes_of
-from ...config.schema import DEFAULT_AHEAD, AsyncPipelineConfig, canonical_strategy
-from ...config.user_classes import schedule_at
 from ...errors import ConfigError
 from .profile import Profile
 from .trainer import Setting

@@ -217,7 +217,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     stall_s: float = 0.0
     """Part of the commit during which the replica does not generate."""
     loads_at_once: int | None = None
-    """Replicas that commit at the same time; None for the default, `config.weight_sync.concurrent_loads`."""
+    """Replicas that commit at the same time; None for the default, see `concurrent_loads`."""
     pull_s: float = 0.0
     """Transfer and load for a pool of forward-only models (log-probs), per version."""
     switch_s: float = 0.0

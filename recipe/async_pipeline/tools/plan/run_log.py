@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ...config.derived.settings_file import of_settings
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.placement import Placement
-from ...config.schema import AsyncPipelineConfig
-from ...config.settings_file import of_settings
 from ...core.events import LogRecord
 from ...errors import ConfigError
 from ...observe.event_file import read_events

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
-from ...config.divisibility import check_replicas
+from ...config.checks.divisibility import check_replicas
 from ...config.placement import Pool
 from ...errors import ConfigError
 from .bound import bound_s, work_of

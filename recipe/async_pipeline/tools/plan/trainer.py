@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
+from ...config.derived.scheduling import schedule_of
+from ...config.knobs.schema import AsyncPipelineConfig
+from ...config.knobs.weight_sync import concurrent_loads
 from ...config.placement import Placement, proximal_policy
-from ...config.scheduling import schedule_of
-from ...config.schema import AsyncPipelineConfig
-from ...config.weight_sync import concurrent_loads
 from ...core.degradation import Caution, Change
 from ...core.flow_state import FlowState
 from ...core.graph import GRAPH

@@ -2,7 +2,7 @@
 """Translate whole configuration files of other systems into overrides for verl with this package.
 
     composition    a file as its own launcher composes it, with overrides
-    rules          the walk over its keys, by the rules of `config.foreign_keys`
+    rules          the walk over its keys, by the rules of `config.keys.foreign_keys`
     roll           ROLL's keys, of its RLVR and its agentic pipeline
     roll_run       keys of ROLL whose meaning depends on few others
     roll_workers   keys of ROLL's data, rewards, validation, engines and other pipelines
@@ -12,5 +12,5 @@
     async_flow     AsyncFlow's keys that verl does not have
 
 `async-pipeline translate` is the command. Keys that may be written into verl's config as they are, such as
-`async_generation_ratio`, are in `config.aliases`.
+`async_generation_ratio`, are in `config.keys.aliases`.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ...config.foreign_keys import Document, Outcome, by_hand, nothing, only
+from ...config.keys.foreign_keys import Document, Outcome, by_hand, nothing, only
 from ...config.paths import OWN, select
 from ...errors import ConfigError
 from .rules import NODE_DEVICES, Table, TranslatedFile, translate

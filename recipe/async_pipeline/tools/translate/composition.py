@@ -27,8 +27,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ...config.foreign_keys import Document
-from ...config.overrides import explain_complaint
+from ...config.keys.foreign_keys import Document
+from ...config.keys.overrides import explain_complaint
 from ...errors import ConfigError
 
 VERLS_PARENTS: Mapping[str, Mapping[str, Any]] = {

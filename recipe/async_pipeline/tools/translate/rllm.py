@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ...config.agentic import AgenticConfig
-from ...config.foreign_keys import (
+from ...config.keys.foreign_keys import (
     Document,
     Outcome,
     Rule,
@@ -22,6 +21,7 @@ from ...config.foreign_keys import (
     unsupported,
     untruncated,
 )
+from ...config.knobs.agentic import AgenticConfig
 from ...config.paths import select
 from .rules import Table, TranslatedFile, as_it_is, translate
 from .verls_keys import SWITCH, VERLS, with_agent

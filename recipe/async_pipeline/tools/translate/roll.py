@@ -14,8 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...config.agentic import AgenticConfig
-from ...config.foreign_keys import (
+from ...config.keys.foreign_keys import (
     Document,
     Outcome,
     Rule,
@@ -27,6 +26,7 @@ from ...config.foreign_keys import (
     to,
     untruncated,
 )
+from ...config.knobs.agentic import AgenticConfig
 from ...config.paths import select
 from ...errors import ConfigError
 from .roll_run import MEGATRON, RUN, STRATEGY, by_engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config.foreign_keys import Document, Outcome, Rule, by_hand, differs, nothing, one_of, only, to
+from ...config.keys.foreign_keys import Document, Outcome, Rule, by_hand, differs, nothing, one_of, only, to
 from ...config.paths import select
 from .roll_workers import TEMPLATE
 from .rules import UNKNOWN, Table

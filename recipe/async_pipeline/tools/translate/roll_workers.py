@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config.foreign_keys import Document, Outcome, by_hand, differs, nothing, only, to, unsupported
+from ...config.keys.foreign_keys import Document, Outcome, by_hand, differs, nothing, only, to, unsupported
 from ...config.paths import select
 from .rules import Table
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The walk over a file of another system, and values that files have.
 
-Pure: takes plain mappings. A table has a rule of `config.foreign_keys` for each key; `*` in its path stands
-for any name.
+Pure: takes plain mappings. A table has a rule of `config.keys.foreign_keys` for each key; `*` in its path
+stands for any name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from ...config.foreign_keys import Document, Draft, Kind, Outcome, Rule, WrongValue
+from ...config.keys.foreign_keys import Document, Draft, Kind, Outcome, Rule, WrongValue
 from ...config.paths import select
 from ...errors import ConfigError
 from ...redaction import shown

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ...config.agentic import AgenticConfig
-from ...config.foreign_keys import Document, by_hand, nothing, to
+from ...config.keys.foreign_keys import Document, by_hand, nothing, to
+from ...config.knobs.agentic import AgenticConfig
 from .rules import Table, TranslatedFile, translate
 from .verls_keys import SWITCH, VERLS, with_agent
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...config.agentic import AgenticConfig
-from ...config.foreign_keys import Document, Outcome, nothing, only, to
+from ...config.keys.foreign_keys import Document, Outcome, nothing, only, to
+from ...config.knobs.agentic import AgenticConfig
 from ...config.paths import OWN, select
 from ...installed.verl import has
 from .rules import Became, Table, TranslatedFile, as_it_is

@@ -2,7 +2,8 @@
 """What becomes of each key of verl's configuration in a pipeline run: `patches/keys.tsv`.
 
 `python -m recipe.async_pipeline.tools.verl_keys.verdicts` writes the file. A key is read by verl, read by
-this package, refused with any other value, or without effect; `config/without_effect.py` has the reasons.
+this package, refused with any other value, or without effect, for a reason in
+`config/keys/without_effect.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...config.checks.refusals import ALWAYS
+from ...config.checks.verl_options import RULES
+from ...config.keys.without_effect import is_below, why_without_effect
 from ...config.paths import walk
-from ...config.refusals import ALWAYS
-from ...config.verl_options import RULES
-from ...config.without_effect import is_below, why_without_effect
 from ...installed.patch_state import patches_dir
 from ...installed.verl import OF_ALL_ENGINES, keys_of_tree
 from ..contract import trees
@@ -35,7 +36,7 @@ DECIDED: Mapping[str, str] = {
     "*.use_mbridge": "read by verl: verl/workers/engine/megatron/transformer_impl.py, which requires it",
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": "read by verl: verl/workers/engine_workers.py, "
     "which requires the actor's",
-    "*.fsdp*.dtype": "read by us: recipe/async_pipeline/config/older_verl.py:corrected",
+    "*.fsdp*.dtype": "read by us: recipe/async_pipeline/config/keys/older_verl.py:corrected",
     "trainer.max_*_ckpt_to_keep": "read by us: recipe/async_pipeline/verl_bridge/trainer/checkpointing.py",
     "algorithm.rollout_correction.loss_type": "read by verl: "
     "verl/trainer/ppo/core_algos.py:compute_policy_loss_bypass_mode",

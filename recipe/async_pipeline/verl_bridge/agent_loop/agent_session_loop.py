@@ -30,8 +30,8 @@ from ...agents.episodes import DONE, REDUNDANT
 from ...agents.output_log import OutputLog
 from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of, verified
 from ...agents.sandbox import Sandbox, reason_without
-from ...config.agent_program import hidden_paths
-from ...config.agentic import EXTERNAL, AgenticConfig
+from ...config.checks.agent_program import hidden_paths
+from ...config.knobs.agentic import EXTERNAL, AgenticConfig
 from ...core.deadline import EXPIRED
 from ...errors import AgentFailed, ConfigError
 from ...gateway.chains import ChainRow

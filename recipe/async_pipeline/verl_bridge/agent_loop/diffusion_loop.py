@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.workers.rollout.replica import TokenOutput
 
-from ...config.diffusion import DiffusionConfig
+from ...config.knobs.diffusion import DiffusionConfig
 from ...config.paths import OWN
 from ...diffusion.seeds import seed_of
 from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE

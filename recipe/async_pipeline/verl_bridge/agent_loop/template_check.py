@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from ...config.agentic import AGENT_LOOP, VERLS_AGENT_LOOP
+from ...config.knobs.agentic import AGENT_LOOP, VERLS_AGENT_LOOP
 from ...config.paths import select
 from . import diffusion_loop
 

@@ -17,8 +17,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.misplaced import unknown_key
-from ...config.overrides import explain_complaint, sets, unknown_among, unknown_in
+from ...config.keys.misplaced import unknown_key
+from ...config.keys.overrides import explain_complaint, sets, unknown_among, unknown_in
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from .. import replaced

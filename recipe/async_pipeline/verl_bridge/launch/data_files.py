@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...config.batch_sizes import BATCH
+from ...config.checks.batch_sizes import BATCH
 from ...config.paths import hint, select
 from ..reward.default_function import uses_default, verl_knows
 from .chat_check import in_a_line

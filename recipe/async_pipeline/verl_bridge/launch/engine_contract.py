@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.adapters import publishes_adapters
+from ...config.derived.adapters import publishes_adapters
 from ...config.paths import OWN
 from ...errors import ConfigError
 from ...installed.engines import EngineTree, installed, recorded_release

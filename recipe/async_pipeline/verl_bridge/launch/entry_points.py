@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that other entry points than verl's main_ppo start, which would ignore the switch.
 
-Most of them call main_ppo's `run_ppo`. There the configuration of an entry point that `config.entry_points`
-knows is rewritten into main_ppo's, and main_ppo's task runner runs it; others are refused. The rest calls
-verl's `validate_config`, which refuses a configuration that still has the switch: main_ppo has removed it.
+Most of them call main_ppo's `run_ppo`. There the configuration of an entry point of
+`config.keys.entry_points` is rewritten into main_ppo's, and main_ppo's task runner runs it; others are
+refused. The rest calls verl's `validate_config`, which refuses a configuration that still has the switch:
+main_ppo has removed it.
 Importing this module loads neither torch, verl nor Ray.
 """
 
@@ -17,8 +18,8 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ...config.entry_points import ENTRY_POINTS, EntryPoint, entry_of_runner, rewritten
-from ...config.misplaced import SWITCHES
+from ...config.keys.entry_points import ENTRY_POINTS, EntryPoint, entry_of_runner, rewritten
+from ...config.keys.misplaced import SWITCHES
 from ...config.paths import MODE, PATCH_FREE
 from ...console import EXIT_USERS, echo
 from ...errors import AsyncPipelineError, ConfigError

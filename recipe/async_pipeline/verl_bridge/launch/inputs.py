@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 
-from ...config.adapters import adapter_rank
+from ...config.checks.training_engine import OTHERS, SHARDED
+from ...config.derived.adapters import adapter_rank
 from ...config.paths import hint, select
-from ...config.training_engine import OTHERS, SHARDED
 from ..rules.megatron_rules import makes_adapters
 from ..rules.model_rules import HUB_NAME, cached_config
 from .chat_check import why_no_chat

@@ -24,14 +24,14 @@ from verl.utils.device import get_resource_name
 
 from ...checkpoint import owner
 from ...checkpoint.resume import LEDGER, check_ledger, origin_of, root_of, saves
-from ...config.agent_program import program_values
-from ...config.loss_modes import LOSS_CONFIG
-from ...config.misplaced import SWITCHES
+from ...config.checks.agent_program import program_values
+from ...config.checks.rollout_correction import describe_correction
+from ...config.checks.verl_options import MANAGER
+from ...config.derived.runtime import RuntimeConfig
+from ...config.keys.loss_modes import LOSS_CONFIG
+from ...config.keys.misplaced import SWITCHES
+from ...config.knobs.schema import AsyncPipelineConfig, is_strategy, plain
 from ...config.paths import OWN, RUNTIME
-from ...config.rollout_correction import describe_correction
-from ...config.runtime import RuntimeConfig
-from ...config.schema import AsyncPipelineConfig, is_strategy, plain
-from ...config.verl_options import MANAGER
 from ...console import echo
 from ...errors import AsyncPipelineError, ConfigError
 from ...observe.run_files import run_of, set_aside_run

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.machine import require_machine
-from ...config.open_requests import OpenRequests
+from ...config.checks.machine import require_machine
+from ...config.derived.open_requests import OpenRequests
+from ...config.derived.published import arena_bytes
+from ...config.derived.runtime import RuntimeConfig
+from ...config.derived.sample_store import store_budget
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN, RUNTIME, nested, select
-from ...config.published import arena_bytes
-from ...config.runtime import RuntimeConfig
-from ...config.sample_store import store_budget
-from ...config.schema import AsyncPipelineConfig
 from ...errors import ConfigError
 
 INIT = "ray_kwargs.ray_init"

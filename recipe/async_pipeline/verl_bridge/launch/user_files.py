@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from ...config.checks.user_classes import find_class
 from ...config.paths import hint, select
-from ...config.user_classes import find_class
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from ..process import user_modules

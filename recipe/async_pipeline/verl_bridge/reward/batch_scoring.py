@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl import DataProto
 
-from ...config.schema import AsyncPipelineConfig
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...core.bad_data import not_a_score, score_of
 from ...errors import RewardError
 from ..calls.ray_calls import got

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config.schema import FleetConfig
+from ...config.knobs.schema import FleetConfig
 from ...core.deadline import within
 from ...errors import WeightSyncError
 from ...observe import replica_requests

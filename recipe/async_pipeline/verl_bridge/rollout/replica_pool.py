@@ -14,7 +14,7 @@ from typing import Any, cast
 from ray.exceptions import RayTaskError
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from ...config.weight_sync import concurrent_loads
+from ...config.knobs.weight_sync import concurrent_loads
 from ...core.deadline import all_of
 from ...core.items import LoadReport, Publication
 from ...errors import WeightSyncError

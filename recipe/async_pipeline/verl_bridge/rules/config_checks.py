@@ -13,22 +13,22 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ...checkpoint.resume import check_keys
-from ...config.adapters import ASSUMED_RANK, MODEL, adapter_rank, publishes_adapters, rank_in
-from ...config.agent_program import program_values
-from ...config.aliases import BYPASS, FOREIGN
-from ...config.batch_sizes import fit_batch_sizes
-from ...config.environment_arguments import check_environment
-from ...config.misplaced import SWITCHES
-from ...config.older_verl import corrected
+from ...config.checks.agent_program import program_values
+from ...config.checks.batch_sizes import fit_batch_sizes
+from ...config.checks.environment_arguments import check_environment
+from ...config.checks.refusals import UNREADABLE, Settings, refuse
+from ...config.checks.user_classes import find_class, schedule_at
+from ...config.checks.verl_options import REWARDS
+from ...config.derived.adapters import ASSUMED_RANK, MODEL, adapter_rank, publishes_adapters, rank_in
+from ...config.derived.sample_store import fit_capacity
+from ...config.keys.aliases import BYPASS, FOREIGN
+from ...config.keys.misplaced import SWITCHES
+from ...config.keys.older_verl import corrected
+from ...config.keys.translation import Translation, is_enabled, require_no_stray_keys, resolve
+from ...config.keys.without_effect import profiling_off
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import MODE, OWN, PATCH_FREE, select
 from ...config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
-from ...config.refusals import UNREADABLE, Settings, refuse
-from ...config.sample_store import fit_capacity
-from ...config.schema import AsyncPipelineConfig
-from ...config.translation import Translation, is_enabled, require_no_stray_keys, resolve
-from ...config.user_classes import find_class, schedule_at
-from ...config.verl_options import REWARDS
-from ...config.without_effect import profiling_off
 from ...core.graph import GRAPH, OPTIONAL, graph_of
 from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched

@@ -9,14 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.adapters import adapter_rank
-from ...config.aliases import FLOW_GRPO
-from ...config.divisibility import check_replicas
-from ...config.loss_modes import LOSS_CONFIG, OWN_LOSSES
-from ...config.paths import OWN, hint, select, walk
-from ...config.placement import Placement
-from ...config.refusals import Settings, check_all, refuse
-from ...config.rollout_correction import (
+from ...config.checks.divisibility import check_replicas
+from ...config.checks.refusals import Settings, check_all, refuse
+from ...config.checks.rollout_correction import (
     CORRECTION,
     LEFT_OUT,
     PARAMETERS,
@@ -24,8 +19,7 @@ from ...config.rollout_correction import (
     check_estimator,
     check_loss,
 )
-from ...config.schema import AsyncPipelineConfig
-from ...config.verl_options import (
+from ...config.checks.verl_options import (
     ADAPTERS,
     ESTIMATORS,
     REWARD_MODEL,
@@ -34,7 +28,13 @@ from ...config.verl_options import (
     WITH_CRITIC,
     WITHOUT_CRITIC,
 )
-from ...config.verl_values import VALUES
+from ...config.checks.verl_values import VALUES
+from ...config.derived.adapters import adapter_rank
+from ...config.keys.aliases import FLOW_GRPO
+from ...config.keys.loss_modes import LOSS_CONFIG, OWN_LOSSES
+from ...config.knobs.schema import AsyncPipelineConfig
+from ...config.paths import OWN, hint, select, walk
+from ...config.placement import Placement
 from ...errors import ConfigError
 from ...installed.verl import COMPOSED
 from ..launch.light_verl import compute, fields_of, registered_estimators, registered_losses

@@ -9,10 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from ...config.diffusion import DiffusionConfig
+from ...config.checks.refusals import Refusal, Settings, any_of, must_be, never, on, refuse
+from ...config.knobs.diffusion import DiffusionConfig
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN
-from ...config.refusals import Refusal, Settings, any_of, must_be, never, on, refuse
-from ...config.schema import AsyncPipelineConfig
 from ...errors import ConfigError
 
 ENGINE = "diffusers"

@@ -15,8 +15,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from ...config.checks.refusals import check_all
 from ...config.paths import hint
-from ...config.refusals import check_all
 from ...errors import ConfigError
 from ...installed.engines import find_spec
 from ...redaction import shown

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.adapters import publishes_adapters
-from ...config.overrides import sets
-from ...config.schema import AsyncPipelineConfig
+from ...config.derived.adapters import publishes_adapters
+from ...config.keys.overrides import sets
+from ...config.knobs.schema import AsyncPipelineConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SHARE = f"{ROLLOUT}.gpu_memory_utilization"

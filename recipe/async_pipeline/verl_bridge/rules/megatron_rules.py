@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse settings of `strategy=megatron` that verl, Megatron or the CPU platform would fail on.
 
-Without these checks a run ends in its workers, minutes after the start. `config.batch_sizes` checks that the
-parallel sizes divide the devices.
+Without these checks a run ends in its workers, minutes after the start. `config.checks.batch_sizes` checks
+that the parallel sizes divide the devices.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.adapters import adapter_rank
-from ...config.aliases import BYPASS
-from ...config.refusals import (
+from ...config.checks.refusals import (
     Refusal,
     Settings,
     any_of,
@@ -29,6 +27,8 @@ from ...config.refusals import (
     off,
     refuse,
 )
+from ...config.derived.adapters import adapter_rank
+from ...config.keys.aliases import BYPASS
 from ...errors import ConfigError
 from .model_rules import EXPERTS, MODEL, described_model, has_experts, has_reference
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.adapters import publishes_adapters
-from ...config.refusals import Refusal, Settings, any_of, check_all, other_than, refuse
+from ...config.checks.refusals import Refusal, Settings, any_of, check_all, other_than, refuse
+from ...config.derived.adapters import publishes_adapters
 from ...errors import ConfigError
 from ...installed.engines import find_spec
 from .engine_arguments import check_arguments, check_engine_names, check_load_format, check_replaced

@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.adapters import publishes_adapters
-from ...config.refusals import Refusal, Settings, any_of, check_all, must_be, refuse
+from ...config.checks.refusals import Refusal, Settings, any_of, check_all, must_be, refuse
+from ...config.derived.adapters import publishes_adapters
 from ...errors import ConfigError
 from .engine_arguments import check_arguments, check_replaced
 

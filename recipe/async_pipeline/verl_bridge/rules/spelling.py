@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.misplaced import ALIKE, reject_in_place
+from ...config.checks.refusals import check_all
+from ...config.checks.rollout_correction import POLICY_LOSS
+from ...config.keys.misplaced import ALIKE, reject_in_place
 from ...config.paths import nearest, select
-from ...config.refusals import check_all
-from ...config.rollout_correction import POLICY_LOSS
 from ...errors import ConfigError
 from ...redaction import shown
 from ..launch.light_verl import TARGET, fields_of

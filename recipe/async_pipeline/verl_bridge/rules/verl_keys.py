@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...config.misplaced import ALIKE
+from ...config.keys.misplaced import ALIKE
+from ...config.keys.without_effect import without_effect
 from ...config.paths import OWN, nearest, select
-from ...config.without_effect import without_effect
 from ...errors import PatchError
 from ...installed.verl import find_verl_root, has, keys_of_tree
 from ..launch.run_config import INIT

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
-from ...config.schema import AsyncPipelineConfig
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...core.bad_data import BadData, GroupVerdict, score_of
 from ...core.deadline import within
 from ...core.events import SLOWEST_TURNS

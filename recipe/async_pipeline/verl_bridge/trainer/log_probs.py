@@ -20,7 +20,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.utils.padding import response_from_nested
 
-from ...config.adapters import adapter_rank
+from ...config.derived.adapters import adapter_rank
 from ...config.placement import Placement, Pool
 from ...core.items import StepBatch
 from ...core.schedule import Schedule

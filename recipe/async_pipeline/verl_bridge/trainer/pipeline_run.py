@@ -29,7 +29,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 from ...agents.episodes import metrics_of
-from ...config.scheduling import schedule_of
+from ...config.derived.scheduling import schedule_of
 from ...core.bad_data import BadData
 from ...core.deadline import all_of
 from ...core.degradation import Caution, Change

@@ -8,7 +8,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 
 from ...checkpoint import owner
 from ...checkpoint.resume import root_of, saves
-from ...config.schema import is_strategy
+from ...config.knobs.schema import is_strategy
 from ...core.schedule import Schedule
 from ...errors import ConfigError
 from ...redaction import hide_in_output

@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ...config.runtime import RuntimeConfig
-from ...config.schema import AsyncPipelineConfig
-from ...config.settings_file import as_settings
+from ...config.derived.runtime import RuntimeConfig
+from ...config.derived.settings_file import as_settings
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...observe.event_file import EventFile
 from ...observe.run_files import rows_until, run_of, set_aside
 from ..rollout.server_manager import devices_of_a_node

@@ -14,9 +14,9 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 from verl.utils.device import get_device_name
 
-from ...config.adapters import adapter_rank
+from ...config.derived.adapters import adapter_rank
+from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.placement import Placement
-from ...config.schema import AsyncPipelineConfig
 from ...weight_sync.engine.versioned_engine import LoadMode
 from ..calls.ray_calls import result_of
 from ..rollout.replica_pool import RolloutPool

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-from ...config.adapters import publishes_adapters
+from ...config.derived.adapters import publishes_adapters
 from ..launch.run_config import knobs_of
 from ..rules.adapter_config import without_adapters
 from .log_prob_worker import LogProbWorker, logp_config

@@ -19,7 +19,7 @@ from verl.utils.torch_functional import masked_mean
 from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from ...config.rollout_correction import POLICY_LOSS, check_loss_parameters
+from ...config.checks.rollout_correction import POLICY_LOSS, check_loss_parameters
 from ...errors import ConfigError
 from . import losses
 

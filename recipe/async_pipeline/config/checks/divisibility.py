@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that samples divide over a pool and that replicas fill it; an error names the nearest sizes."""
+
+from __future__ import annotations
+
+from ...errors import ConfigError
+from ..placement import Pool
+
+
+def check_divides(pool: Pool, samples: int, what: str, size: int = 1) -> None:
+    """Raises ConfigError, with the nearest possible sizes, if a pool cannot divide `samples` evenly.
+
+    `size` devices form one data-parallel rank: they share sequences, or hold one model together.
+    """
+    ranks = pool.devices // size
+    if samples % ranks:
+        fits = [n for n in range(1, samples + 1) if samples % n == 0]
+        below = max(n for n in fits if n <= ranks) if ranks > 1 else 1
+        above = min((n for n in fits if n > ranks), default=None)
+        nearest = f"{below * size}" if above is None else f"{below * size} and {above * size}"
+        units = f"{pool.devices} devices of pool {pool.name}"
+        if size > 1:
+            units = f"{ranks} data-parallel ranks ({units}, {size} for each rank)"
+        raise ConfigError(
+            f"{what}, {samples} samples, must be divisible by the {units}; nearest sizes are {nearest}"
+            f"{' devices' if size > 1 else ''}"
+        )
+
+
+def divisor_below(number: int, most: int) -> int:
+    """Return the largest divisor of `number` that is at most `most`, or 1."""
+    return max((n for n in range(1, min(number, most) + 1) if number % n == 0), default=1)
+
+
+def check_replicas(pool: Pool, size: int, path: str, devices: str = "") -> None:
+    """Raises ConfigError if replicas of `size` devices do not fill the nodes of a pool.
+
+    A replica is within a node, or takes whole nodes. `path` is the key of `size`, `devices` the one of the
+    devices of a node.
+    """
+    node, nodes = max(pool.per_node), len(pool.per_node)
+    if size > node and nodes > 1:
+        _check_whole_nodes(node, nodes, size, path)
+        return
+    across = f"{nodes} nodes of {node}" if nodes > 1 else f"{node}"
+    if size < 1 or any(part % size for part in pool.per_node):
+        below = node // max(size, 1) * size
+        nearest = [n for n in (below, below + size) if n > 0] or [1]
+        each = " on each node" if nodes > 1 else ""
+        raise ConfigError(
+            f"{path} must divide the {across} rollout devices, got {size}; set it to "
+            f"{divisor_below(node, size)} or give the rollout {' or '.join(map(str, nearest))} devices{each}"
+            f"{devices and f' with {devices}'}"
+        )
+
+
+def _check_whole_nodes(node: int, nodes: int, size: int, path: str) -> None:
+    """Raises ConfigError if replicas of more devices than a node has do not take whole nodes."""
+    each = -(-size // node)
+    if size % node:
+        raise ConfigError(
+            f"{path} must be a multiple of the {node} rollout devices of a node if a replica takes several "
+            f"nodes, got {size}; set it to {(each - 1) * node} or {each * node}"
+        )
+    if nodes % each:
+        below = nodes // each * each
+        nearest = " or ".join(str(count) for count in (below, below + each) if count)
+        raise ConfigError(
+            f"{path} must divide the {nodes} nodes of {node} rollout devices, got {size}, which is {each} "
+            f"nodes for each replica; set it to {divisor_below(nodes, each) * node}, or give the rollout "
+            f"{nearest} nodes"
+        )

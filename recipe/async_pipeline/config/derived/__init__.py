@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from a configuration that was accepted: devices, sizes, bounds and the schedule."""

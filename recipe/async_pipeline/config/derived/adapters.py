@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA in verl's config: the rank, what is published, and how much that is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..paths import select
+from .model_files import tensor_shapes
+
+MODEL = "actor_rollout_ref.model"
+ASSUMED_RANK = 32
+"""The rank that a plan assumes for an adapter on another machine."""
+ALL_LINEAR = "all-linear"
+"""peft's name for every linear layer but the output head."""
+EXPERTS = ".experts."
+"""Part of the names of a mixture of experts."""
+NO_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|lm_head)$")
+"""Matrices that are no linear layers, or that `ALL_LINEAR` leaves out."""
+
+
+def adapter_rank(config: Mapping[str, Any]) -> int:
+    """Return the rank of the adapters, or 0 if all weights are trained."""
+    return int(select(config, f"{MODEL}.lora.rank") or select(config, f"{MODEL}.lora_rank") or 0)
+
+
+def publishes_adapters(config: Mapping[str, Any]) -> bool:
+    """Return whether adapters are published without their base."""
+    return adapter_rank(config) > 0 and not select(config, f"{MODEL}.lora.merge")
+
+
+def rank_in(adapter: Path) -> int | None:
+    """Return the rank of a saved adapter, or None if this is not the folder of one."""
+    try:
+        rank = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return rank if isinstance(rank, int) and rank > 0 else None
+
+
+def count_adapter_parameters(
+    model: Path, rank: int, targets: str | Sequence[str], excluded: str | Sequence[str] | None = None
+) -> int | None:
+    """Count the parameters of the adapters of a model.
+
+    Returns None without its safetensors files, and for a mixture of experts: peft fuses their layers.
+
+    `targets` and `excluded` are peft's `target_modules` and `exclude_modules`. A layer of shape
+    [outputs, inputs] gets two matrices, [rank, inputs] and [outputs, rank].
+    """
+    shapes = tensor_shapes(model)
+    if not shapes or any(EXPERTS in name for name in shapes):
+        return None
+    return sum(
+        rank * sum(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2
+        and name.endswith(".weight")
+        and _is_target(name.removesuffix(".weight"), targets)
+        and not (excluded and _matches(name.removesuffix(".weight"), excluded))
+    )
+
+
+def _is_target(module: str, targets: str | Sequence[str]) -> bool:
+    return not NO_LAYERS.search(module) if targets == ALL_LINEAR else _matches(module, targets)
+
+
+def _matches(module: str, chosen: str | Sequence[str]) -> bool:
+    """Return whether a module is chosen, as peft does: a text is a pattern, a list has ends of names."""
+    if isinstance(chosen, str):
+        return re.fullmatch(chosen, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in chosen)

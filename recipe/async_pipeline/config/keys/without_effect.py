@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of verl's configuration that nothing reads in a pipeline run: one literal table.
+
+`patches/keys.tsv` has the verdict on every key of verl. A key whose loss would change what is trained is
+refused by `verl_options` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..paths import OWN, walk
+from .older_verl import MOVED
+
+_PROFILER = "the pipeline profiles no steps; trace.json of a run shows them all"
+_OLDER = "only verl's older trainer reads it"
+_OTHERS = "only verl's own asynchronous trainers read it"
+_ENGINE = "only other engines read it"
+_NO_TIMEOUT = "verl's workers use torch's default"
+_CHAT = "the agent loop tokenizes each turn"
+_CRITIC = "verl's critic reads +critic.ppo_infer_max_token_len_per_gpu"
+_BFLOAT16 = "verl's torchtitan computes in bfloat16"
+_OWN_SAMPLING = "each request to the reward model has its own sampling parameters"
+
+
+def _read(key: str) -> str:
+    return f"{key} is read in its place"
+
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    **{path: moved.why for path, moved in MOVED.items() if not moved.now},
+    "global_profiler": _PROFILER,
+    "*.profiler": _PROFILER,
+    "trainer.balance_batch": "verl's V1 trainer balances each batch",
+    "trainer.del_local_ckpt_after_load": "a run may resume from its checkpoint more than once; "
+    "trainer.max_actor_ckpt_to_keep deletes old ones",
+    "trainer.esi_redundant_time": f"{_OLDER}; {OWN}.faults.notice_s gives a checkpoint time after SIGTERM",
+    "trainer.ray_wait_register_center_timeout": f"{_OLDER}; {OWN}.faults.wait_timeout_s limits all waits",
+    "trainer.v1.sync": _OTHERS,
+    "trainer.v1.colocate_async": f"{_OTHERS}; {OWN}.staleness.max_lag bounds what is generated ahead",
+    "trainer.v1.sampler.sampler_kwargs": "the pipeline draws the prompts in order",
+    "algorithm.filter_groups.max_inflight_gen_batches": "the lag decides how far generation runs ahead",
+    "skip.rollout": _OLDER,
+    "skip.async_rollout": _OTHERS,
+    "actor_rollout_ref.hybrid_engine": "training and generation always have separate devices",
+    "actor_rollout_ref.nccl_timeout": _NO_TIMEOUT,
+    "critic.nccl_timeout": _NO_TIMEOUT,
+    "*.rollout_n": _read("actor_rollout_ref.rollout.n"),
+    "*.wrap_policy.min_num_params": _ENGINE,
+    "*.torchtitan.dtype": _BFLOAT16,
+    "*.torchtitan.mixed_precision": _BFLOAT16,
+    "*.torchtitan.strategy": _read("the strategy of the model"),
+    "*.torchtitan.use_orig_params": _ENGINE,
+    "*.megatron.dist_checkpointing_prefix": "verl's checkpoints have no prefix",
+    "*.router_replay.*_file": "routes are neither written to files nor read from them",
+    "*.model.tiled_mlp": "verl's V1 workers have no tiled MLP",
+    "actor_rollout_ref.actor.use_torch_compile": _read("fsdp_config.use_torch_compile"),
+    "actor_rollout_ref.ref.use_torch_compile": _read("fsdp_config.use_torch_compile"),
+    "actor_rollout_ref.actor.use_fused_kernels": _read("actor_rollout_ref.model.use_fused_kernels"),
+    "actor_rollout_ref.actor.use_remove_padding": _read("actor_rollout_ref.model.use_remove_padding"),
+    "actor_rollout_ref.actor.use_prefix_grouper": _OLDER,
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": "no estimator that the V1 trainer has needs it",
+    "critic.forward_*": _CRITIC,
+    "critic.ppo_max_token_len_per_gpu": _CRITIC,
+    "critic.ulysses_sequence_parallel_size": _read("critic.fsdp.ulysses_sequence_parallel_size"),
+    "critic.model.mtp": "a critic predicts one value for each token",
+    "actor_rollout_ref.rollout.agent.custom_async_server": "the servers of the pipeline generate",
+    "actor_rollout_ref.rollout.engine_kwargs.trtllm": _ENGINE,
+    "*.rollout.multi_stage_wake_up": "engines that have their own devices do not sleep",
+    "actor_rollout_ref.rollout.over_sample_rate": f"{OWN}.agentic.redundancy is the knob for it",
+    "actor_rollout_ref.rollout.multi_turn.enable": "the column agent_name of the data, or "
+    "actor_rollout_ref.rollout.agent.default_agent_loop, chooses the agent loop",
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": _read("actor_rollout_ref.rollout.n"),
+    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": _CHAT,
+    "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": _CHAT,
+    "reward.reward_manager.module.name": "reward.reward_manager.name is the name in the module, too",
+    "reward.reward_model.rollout.do_sample": _OWN_SAMPLING,
+    "reward.reward_model.rollout.n": "a response is scored once",
+    "reward.reward_model.rollout.seed": _OWN_SAMPLING,
+}
+"""By key or section, `*` for any part of a path: why it has no effect, and what has."""
+
+
+def is_below(path: str, name: str) -> bool:
+    """Return whether a name, or a section, of a table is the one of a key."""
+    return fnmatchcase(path, name) or fnmatchcase(path, f"{name}.*")
+
+
+def why_without_effect(path: str) -> str | None:
+    """Return why a key has no effect, or None if the table does not have it."""
+    return next((why for name, why in WITHOUT_EFFECT.items() if is_below(path, name)), None)
+
+
+def without_effect(raw: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each key without effect that has another value than in verl's `defaults`."""
+    known = [dict(walk(tree)) for tree in defaults]
+    for path, value in walk(raw):
+        verls = [tree[path] for tree in known if path in tree]
+        if isinstance(value, Mapping) or not verls or any(_same(value, one) for one in verls):
+            continue
+        if why := why_without_effect(path):
+            yield f"{path} has no effect in a pipeline run: {why}; leave it out"
+
+
+def profiling_off(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys with which a profiler would start in the workers, although no step is profiled: off."""
+    off = {"steps": None, "tool": None, "enable": False}
+    return {
+        path: off[path.rpartition(".")[2]]
+        for path, value in walk(raw)
+        if path.rpartition(".")[0].endswith("profiler") and path.rpartition(".")[2] in off
+        # The tools of workers refer to the one of all.
+        if value and "${" not in str(value)
+    }
+
+
+def _same(given: Any, default: Any) -> bool:
+    """Compare values, interpolations without their spaces."""
+    if isinstance(given, str) and isinstance(default, str):
+        return "".join(given.split()) == "".join(default.split())
+    return bool(given == default)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The knobs of image policies; a section of `schema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from ...errors import ConfigError
+from ..paths import OWN
+from .fields import Bounds, Positive, check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionConfig:
+    """How images are drawn, with actor_rollout_ref.rollout.name=diffusers. A step that is drawn with noise,
+    an SDE step, is to an image what a token is to a text: it is trained."""
+
+    PATH: ClassVar[str] = f"{OWN}.diffusion"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("validation_steps", "kept_pictures")
+    """Knobs that a resumed run may have with other values; see `fields`."""
+
+    num_inference_steps: Positive = 10
+    """Denoising steps of an image in training."""
+    validation_steps: Positive | None = None
+    """Denoising steps of an image in validation, where no step adds noise. Default: num_inference_steps."""
+    height: Positive = 512
+    """Height of an image in pixels."""
+    width: Positive = 512
+    """Width of an image in pixels."""
+    sde_type: Literal["sde", "cps", "dance_sde"] = "sde"
+    """How a step adds noise: sde (Flow-GRPO), cps (steps that preserve the coefficients; its log-probs are no
+    densities), or dance_sde (DanceGRPO)."""
+    noise_level: Annotated[float, Bounds(above=0, remedy="0.7 is usual for sde, 0.8 for cps")] = 0.7
+    """How much noise a step adds."""
+    sde_window_size: Positive | None = None
+    """Consecutive steps of each image that add noise and are trained; the others cost no training. Their
+    place is drawn for each prompt. Default: all steps but the last."""
+    sde_window_first: Annotated[int, Bounds(least=0, remedy="0 is the first step")] = 0
+    """The first step that a window may have, counted from 0. Requires sde_window_size."""
+    sde_window_end: Positive | None = None
+    """The step before which all windows end. Requires sde_window_size. Default: the last step."""
+    max_sequence_length: Positive | None = None
+    """Tokens of a prompt for the T5 encoder. Default: 256 for Stable Diffusion 3, 512 for FLUX."""
+    kept_pictures: Annotated[int, Bounds(least=0, remedy="0 keeps none")] = 4
+    """Pictures of each step that the run directory keeps, small, for the report: the first sample of as many
+    prompts."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+        if self.sde_window_size is None:
+            for name in ("sde_window_first", "sde_window_end"):
+                value = getattr(self, name)
+                if value != getattr(type(self), name):
+                    raise ConfigError(
+                        f"{self.PATH}.{name}={value!r} requires {self.PATH}.sde_window_size; set it"
+                    )
+
+    def denoising(self) -> dict[str, Any]:
+        """Return the arguments of `verl_bridge.workers.diffusion_model.Denoising`."""
+        within = None
+        if self.sde_window_size is not None:
+            end = self.num_inference_steps - 1 if self.sde_window_end is None else self.sde_window_end
+            within = [self.sde_window_first, end]
+        return {
+            "num_inference_steps": self.num_inference_steps,
+            "validation_steps": self.validation_steps,
+            "height": self.height,
+            "width": self.width,
+            "sde_type": self.sde_type,
+            "noise_level": self.noise_level,
+            "sde_window_size": self.sde_window_size,
+            "sde_window_range": within,
+            "max_sequence_length": self.max_sequence_length,
+        }

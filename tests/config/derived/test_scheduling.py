@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from the knobs: the schedule, the steps with noise, how many replicas load at once."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.config.derived.scheduling import schedule_of
+from recipe.async_pipeline.config.knobs.schema import (
+    AsyncPipelineConfig,
+    FaultsConfig,
+    StalenessConfig,
+    TrainingConfig,
+)
+from recipe.async_pipeline.config.knobs.weight_sync import SHORT_COMMIT_S, WeightSyncConfig, concurrent_loads
+from recipe.async_pipeline.core.schedule import Schedule
+from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
+
+
+def test_each_field_is_a_knob_or_of_the_run() -> None:
+    knobs = AsyncPipelineConfig(
+        strategy="fully_async",
+        staleness=StalenessConfig(max_lag=5, depth=4, oldest_share=0.5, straggler="drop"),
+        weight_sync=WeightSyncConfig(every=2),
+        training=TrainingConfig(ref_refresh_every=3),
+        faults=FaultsConfig(checkpoint_attempts=2),
+    )
+    of_the_run: dict[str, Any] = {
+        "batch": 8,
+        "first_step": 3,
+        "last_step": 9,
+        "old_logp": "rollout",
+        "validate_every": 4,
+        "validate_first": True,
+        "save_every": 5,
+    }
+    found = schedule_of(knobs, **of_the_run)
+    assert type(found) is FullyAsync
+    default = Schedule(batch=1, last_step=1)
+    for field in fields(Schedule):
+        assert getattr(found, field.name) != getattr(default, field.name), f"{field.name} is not passed on"
+
+
+def test_a_trainer_may_pass_another_class() -> None:
+    knobs = AsyncPipelineConfig.of({"strategy": "fully_async", "staleness.max_lag": 1})
+    assert type(schedule_of(knobs, strategy=NStepAhead, batch=1, last_step=1)) is NStepAhead
+
+
+@pytest.mark.parametrize(
+    ("knobs", "size", "within"),
+    [
+        ({}, None, None),
+        ({"sde_window_size": 3}, 3, [0, 9]),
+        ({"sde_window_size": 3, "sde_window_end": 5}, 3, [0, 5]),
+        ({"sde_window_size": 2, "sde_window_first": 1, "num_inference_steps": 4}, 2, [1, 3]),
+    ],
+)
+def test_a_window_is_before_the_last_step(knobs: dict[str, Any], size: int | None, within: Any) -> None:
+    found = AsyncPipelineConfig.of({"diffusion": knobs}).diffusion.denoising()
+    assert (found["sde_window_size"], found["sde_window_range"]) == (size, within)
+
+
+@pytest.mark.parametrize(
+    ("asked", "replicas", "at_once"),
+    [(None, 1, 1), (None, 7, 1), (None, 16, 2), (None, 512, 64), (3, 16, 3), (9, 4, 4)],
+)
+def test_an_eighth_of_the_replicas_load_at_once_by_default(
+    asked: int | None, replicas: int, at_once: int
+) -> None:
+    assert concurrent_loads(asked, replicas) == at_once
+    assert concurrent_loads(asked, replicas, SHORT_COMMIT_S + 0.01) == at_once
+
+
+@pytest.mark.parametrize(("asked", "at_once"), [(None, 24), (2, 2), (99, 24)])
+def test_short_loads_take_no_turns_by_default(asked: int | None, at_once: int) -> None:
+    assert concurrent_loads(asked, 24, SHORT_COMMIT_S) == at_once

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotations decide which values a knob accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+
+from recipe.async_pipeline.config.knobs.fields import Bounds, build, check_fields, knobs_of, sections_of
+from recipe.async_pipeline.config.knobs.schema import AsyncPipelineConfig
+from recipe.async_pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    word: Literal["a", "b"] = "a"
+    share: Annotated[float, Bounds(above=0, most=1, remedy="1 is all")] | None = None
+    either: Literal[False, True, "some"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("switch", "inner")
+
+    count: Annotated[int, Bounds(least=1)] = 3
+    switch: bool = False
+    name: str | None = None
+    items: tuple[str, ...] = ()
+    table: Mapping[str, Any] | None = None
+    inner: Inner = Inner()
+
+
+def test_a_knob_stays_as_it_is_unless_it_or_its_section_declares_otherwise() -> None:
+    changeable = [knob.path for knob in knobs_of(Outer) if knob.may_change]
+    assert changeable == ["switch", "inner.word", "inner.share", "inner.either"]
+
+
+def test_every_declaration_names_a_knob_or_section() -> None:
+    for cls in (AsyncPipelineConfig, *sections_of(AsyncPipelineConfig).values()):
+        assert set(getattr(cls, "MAY_CHANGE", ())) <= {field.name for field in fields(cls)}, cls.__name__
+
+
+def test_knobs_are_listed_with_their_sections() -> None:
+    paths = [knob.path for knob in knobs_of(Outer)]
+    assert paths == ["count", "switch", "name", "items", "table", "inner.word", "inner.share", "inner.either"]
+    assert sections_of(Outer) == {"inner": Inner}
+    assert knobs_of(Outer)[5].choices == ("a", "b")
+    assert str(knobs_of(Outer)[6].bounds) == "> 0 and at most 1"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 0}, "x.count must be >= 1, got 0; leave it out for the default"),
+        ({"count": True}, "x.count must be a whole number, got True; leave it out for the default"),
+        ({"count": 1.0}, "x.count must be a whole number, got 1.0; leave it out for the default"),
+        ({"switch": 1}, "x.switch must be True or False, got 1; leave it out for the default"),
+        ({"name": 3}, "x.name must be text, got 3; leave it out for the default"),
+        ({"items": "ab"}, "x.items must be a list of texts, got 'ab'; leave it out for the default"),
+        ({"items": [1]}, "x.items must be a list of texts, got [1]; leave it out for the default"),
+        ({"inner.word": "c"}, "x.inner.word must be one of a, b, got 'c'; a is the default"),
+        ({"inner.share": 0}, "x.inner.share must be > 0 and at most 1, got 0; 1 is all"),
+        ({"inner.share": float("nan")}, "x.inner.share must be > 0 and at most 1, got nan; 1 is all"),
+        ({"inner.share": "1"}, "x.inner.share must be a number, got '1'; 1 is all"),
+        ({"inner.either": 1}, "x.inner.either must be one of False, True, some, got 1; False is the default"),
+        (
+            {"inner.either": "True"},
+            "x.inner.either must be one of False, True, some, got 'True'; False is the default",
+        ),
+    ],
+)
+def test_a_wrong_value_names_path_rule_value_and_remedy(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_fields(build(Outer, values), "x")
+    assert str(caught.value) == message
+
+
+def test_values_reach_their_sections_and_none_means_the_default() -> None:
+    values = {"count": None, "items": ["a"], "table": {"k": 1}, "inner.share": 0.5, "inner.either": True}
+    made = build(Outer, values)
+    assert made == Outer(items=("a",), table={"k": 1}, inner=Inner(share=0.5, either=True))
+    check_fields(made, "x")
