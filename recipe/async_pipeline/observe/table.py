@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .wording import percent
-
 MARK = "[async_pipeline]"
 """Prefix of every line for the user; `async-pipeline watch` shows these and writes the rest to run.log."""
 
@@ -140,3 +138,23 @@ def closing(summary: Mapping[str, object]) -> list[str]:
     if isinstance(off, Mapping):
         lines += [f"{MARK} switched off after an error: {name} ({error})" for name, error in off.items()]
     return lines
+
+
+def percent(share: float) -> str:
+    """Format a share in [0, 1] as a percentage."""
+    return f"{share:.0%}" if share >= 0.0995 or share == 0 else f"{share:.1%}"
+
+
+LEAST_EXPLAINED = 0.9
+"""Share of the served elements below which the engine's tables are no check of the loader."""
+
+
+def map_coverage(share: float, unexplained: str) -> str:
+    """Describe how much of the served weights the engine's own tables explain; a warning if it is little."""
+    text = f"The engine's own tables explain {100 * share:.1f} % of the served elements"
+    if share >= LEAST_EXPLAINED:
+        return text
+    return (
+        f"WARNING: {text}. The rest, such as {unexplained}, is checked by order and coverage "
+        "only; a loader that swaps two tensors of one shape would not be noticed there"
+    )

@@ -16,7 +16,7 @@ import pytest
 
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
-from recipe.async_pipeline.observe.wording import map_coverage, percent
+from recipe.async_pipeline.observe.table import map_coverage, percent
 from recipe.async_pipeline.tools.report.data import data_of
 from recipe.async_pipeline.tools.report.page import figures_of
 from recipe.async_pipeline.tools.report.run_reader import read_run

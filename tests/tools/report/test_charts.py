@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.observe.accounting import is_work
-from recipe.async_pipeline.observe.wording import amount, colour_of, seconds
 from recipe.async_pipeline.tools.report.charts import (
     MAX_COLUMNS,
     Line,
@@ -27,6 +26,7 @@ from recipe.async_pipeline.tools.report.charts import (
     ticks,
 )
 from recipe.async_pipeline.tools.report.series import Series
+from recipe.async_pipeline.tools.report.wording import amount, colour_of, seconds
 from tests.tools.report.pages import Page
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ...console import echo
 from ...errors import AsyncPipelineError, RunFilesError
 from ...observe.step_account import summary_of
-from ...observe.wording import map_coverage
+from ...observe.table import map_coverage
 from ..report.advice import advise
 from ..report.advice_model import facts_of
 from ..report.compare import compare_page

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...config.placement import Pool
 from ...observe.accounting import is_work
-from ...observe.wording import amount, reason_in_words, seconds
+from ..report.wording import amount, reason_in_words, seconds
 from .bound import responses_at_once, work_of
 from .candidates import WORK_BATCHES, Candidate
 from .draws import Draws

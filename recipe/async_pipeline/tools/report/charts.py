@@ -16,10 +16,11 @@ from itertools import groupby
 
 from markupsafe import Markup, escape
 
-from ...observe.wording import amount, percent
+from ...observe.table import percent
 from .data import Span
 from .html_page import part
 from .series import Series
+from .wording import amount
 
 WIDTH, HEIGHT = 1000.0, 100.0
 """Size of each SVG in its view box units."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from ...observe.wording import amount, colour_of, percent, reason_in_words, seconds
+from ...observe.table import percent
 from .advice import advise
 from .charts import Line, Text, figure, grid, legend, line_chart, share_bar
 from .data import RunData, changed_settings
@@ -18,6 +18,7 @@ from .html_page import TEMPLATES, page, part
 from .page import advice_list
 from .sections import RUN_COLOURS, fates, freshness, learning, ordered
 from .series import Series
+from .wording import amount, colour_of, reason_in_words, seconds
 
 MAX_SETTINGS = 60
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from ...observe.wording import seconds
 from .charts import Line, figure, grid, legend, line_chart, share_bar
 from .episode_figures import EpisodeFigures
+from .wording import seconds
 
 END_COLOURS = {
     "done": "c-sync",

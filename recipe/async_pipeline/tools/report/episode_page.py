@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ...core.session_keys import episode_of
 from ...observe.agent_output import KeptOutput
-from ...observe.wording import amount
 from .episodes import EpisodeRecord, EpisodesRead, TextPart, by_episode, lowest_rewards
 from .html_page import TEMPLATES, page
+from .wording import amount
 
 MAX_EPISODES = 256
 """Episodes of a page without `--worst`, the lowest rewards first."""

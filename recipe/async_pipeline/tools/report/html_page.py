@@ -13,7 +13,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...observe.wording import percent, seconds
+from ...observe.table import percent
+from .wording import seconds
 
 TEMPLATES = "tools/report/templates"
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from ...observe.wording import amount, percent, seconds
+from ...observe.table import percent
 from .advice import FEW_STEPS, advise
 from .advice_model import Advice
 from .data import RunData
@@ -18,6 +18,7 @@ from .html_page import TEMPLATES, page, part
 from .pictures import pictures
 from .sections import device_seconds, fates, freshness, learning, publications, queues, step_chart
 from .timeline import timeline
+from .wording import amount, seconds
 
 
 class Tile(NamedTuple):

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from ...observe.picture_folder import Picture
-from ...observe.wording import amount
 from .charts import Line, figure, line_chart
 from .html_page import part
 from .series import Series
+from .wording import amount
 
 SHOWN_STEPS = 8
 """Rows of the grid: the first and the last step, and others evenly between them."""

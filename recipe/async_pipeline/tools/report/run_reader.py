@@ -15,7 +15,7 @@ from ...errors import RunFilesError
 from ...observe.event_file import read_events
 from ...observe.picture_folder import Picture, read_pictures
 from ...observe.run_files import events_of_steps
-from ...observe.wording import ENGINE_LINE
+from .wording import ENGINE_LINE
 
 PREFIX = "async_pipeline/"
 

@@ -10,20 +10,12 @@ from statistics import median
 from markupsafe import Markup
 
 from ...observe.accounting import StepAccount, is_work
-from ...observe.wording import (
-    amount,
-    colour_of,
-    map_coverage,
-    number_of_bytes,
-    percent,
-    reason_in_words,
-    role_colour,
-    seconds,
-)
+from ...observe.table import map_coverage, percent
 from .charts import Line, column_chart, figure, grid, histogram, legend, line_chart, share_bar
 from .data import FATES, RunData
 from .html_page import part
 from .series import Series
+from .wording import amount, colour_of, number_of_bytes, reason_in_words, role_colour, seconds
 
 RUN_COLOURS = ("c-generate", "c-train")
 FATE_COLOURS = {

@@ -10,10 +10,10 @@ from markupsafe import Markup
 
 from ...core.events import Interval
 from ...observe.accounting import is_work
-from ...observe.wording import colour_of, reason_in_words, role_colour
 from .charts import figure, stack, strip, tick_places, ticks
 from .data import RunData, Span
 from .html_page import part
+from .wording import colour_of, reason_in_words, role_colour
 
 CLOSE_UP_STEPS = 4
 MAX_SPANS = 40_000

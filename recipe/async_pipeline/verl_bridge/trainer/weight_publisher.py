@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.items import Publication
 from ...errors import WeightSyncError
-from ...observe.wording import map_coverage
+from ...observe.table import map_coverage
 from ...weight_sync.memory.manifest import WeightTicket, joined
 from ..rollout.replica_pool import RolloutPool
 from ..workers.policy_copy import PolicyCopy

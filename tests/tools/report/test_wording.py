@@ -10,12 +10,12 @@ import pytest
 
 from recipe.async_pipeline.core.graph import GRAPH
 from recipe.async_pipeline.observe.accounting import is_work
-from recipe.async_pipeline.observe.wording import (
+from recipe.async_pipeline.observe.table import percent
+from recipe.async_pipeline.tools.report.wording import (
     ROLE_COLOURS,
     amount,
     colour_of,
     number_of_bytes,
-    percent,
     reason_in_words,
     seconds,
 )

@@ -50,21 +50,6 @@ _OTHER = {
 }
 
 
-LEAST_EXPLAINED = 0.9
-"""Share of the served elements below which the engine's tables are no check of the loader."""
-
-
-def map_coverage(share: float, unexplained: str) -> str:
-    """Describe how much of the served weights the engine's own tables explain; a warning if it is little."""
-    text = f"The engine's own tables explain {100 * share:.1f} % of the served elements"
-    if share >= LEAST_EXPLAINED:
-        return text
-    return (
-        f"WARNING: {text}. The rest, such as {unexplained}, is checked by order and coverage "
-        "only; a loader that swaps two tensors of one shape would not be noticed there"
-    )
-
-
 def reason_in_words(reason: str) -> str:
     """Describe one of the reasons of an account."""
     kind, _, role = reason.partition("_")
@@ -122,8 +107,3 @@ def number_of_bytes(value: float) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} TB"
-
-
-def percent(share: float) -> str:
-    """Format a share in [0, 1] as a percentage."""
-    return f"{share:.0%}" if share >= 0.0995 or share == 0 else f"{share:.1%}"
