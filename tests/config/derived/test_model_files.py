@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipe.async_pipeline.config.derived.model_files import count_parameters, tensor_shapes
+from recipe.async_pipeline.config.derived.adapters import count_parameters, tensor_shapes
 from recipe.async_pipeline.errors import ConfigError
 
 pytestmark = pytest.mark.real_engine

@@ -24,9 +24,8 @@ from recipe.async_pipeline.weight_sync.hosts import host_memory
 from recipe.async_pipeline.weight_sync.hosts.host_memory import HostMemory, VersionRequest
 from recipe.async_pipeline.weight_sync.hosts.host_slots import Reader, runs, this_process
 from recipe.async_pipeline.weight_sync.hosts.receiver import ATTEMPTS, BucketVerdict
-from recipe.async_pipeline.weight_sync.hosts.relay import parent_of, tree
 from recipe.async_pipeline.weight_sync.hosts.shares import Bucket
-from recipe.async_pipeline.weight_sync.hosts.transport import Relayed, header_of
+from recipe.async_pipeline.weight_sync.hosts.transport import Relayed, header_of, parent_of, tree
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest, WeightTicket

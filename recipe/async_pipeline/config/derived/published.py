@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..paths import select
-from .adapters import MODEL, adapter_rank, count_adapter_parameters, publishes_adapters
-from .model_files import count_parameters
+from .adapters import MODEL, adapter_rank, count_adapter_parameters, count_parameters, publishes_adapters
 
 ARENAS = 2
 """Host copies of the weights on the trainer's side."""

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from ray.exceptions import RayError, RayTaskError
 
 from ...errors import WeightSyncError
-from ...weight_sync.hosts.relay import parent_of, tree
 from ...weight_sync.hosts.shares import Bucket
-from ...weight_sync.hosts.transport import Relayed, Transport
+from ...weight_sync.hosts.transport import Relayed, Transport, parent_of, tree
 from ...weight_sync.memory.manifest import Announcement, Failure, WeightTicket, decode_announcement
 
 

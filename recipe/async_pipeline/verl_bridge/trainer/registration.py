@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register the strategies with verl, which looks up its trainer by name. Imports verl (seconds)."""
+"""The trainers of the strategies, which verl looks up by name. Imports verl (seconds).
+
+Each names its schedule, and nothing else. A trainer of your own is one more subclass:
+`+async_strategy=my_module:MyTrainer`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -12,14 +18,46 @@ from ...config.knobs.schema import is_strategy
 from ...core.schedule import Schedule
 from ...errors import ConfigError
 from ...redaction import hide_in_output
-from ...strategies import load_class
+from ...strategies import FullyAsync, NStepAhead, OneStepOff, OnPolicy, load_class
 from ..launch.ray_cluster import require_run_dir
 from ..launch.run_config import runtime_of
 from ..rollout.server_manager import PipelineServerManager
 from . import advantages  # noqa: F401  registers its estimator with verl
-from .strategy_trainers import TRAINERS
 from .terminal import say
 from .verl_trainer import VerlTrainer
+
+
+class OnPolicyTrainer(VerlTrainer):
+    """Generate batch s+1 with the weights of step s."""
+
+    schedule_class = OnPolicy
+
+
+class OneStepOffTrainer(VerlTrainer):
+    """Generate batch s+1 while step s trains."""
+
+    schedule_class = OneStepOff
+
+
+class NStepAheadTrainer(VerlTrainer):
+    """Generate up to `max_lag` batches ahead, and train them in the order of their prompts."""
+
+    schedule_class = NStepAhead
+
+
+class FullyAsyncTrainer(VerlTrainer):
+    """Train groups in the order in which they finish."""
+
+    schedule_class = FullyAsync
+
+
+TRAINERS: Mapping[str, type[VerlTrainer]] = {
+    "on_policy": OnPolicyTrainer,
+    "one_step_off": OneStepOffTrainer,
+    "n_step_ahead": NStepAheadTrainer,
+    "fully_async": FullyAsyncTrainer,
+}
+"""The trainer of each strategy of `strategies.STRATEGIES`."""
 
 for _name, _trainer in TRAINERS.items():
     register_trainer(_name)(_trainer)

@@ -32,7 +32,7 @@ DUMP_S = 60.0
 
 
 class VerlTrainer(PPOTrainer):
-    """What the trainers of all strategies share; `strategy_trainers` has them."""
+    """What the trainers of all strategies share; `registration` has them."""
 
     _enable_hybrid_replicas = False
     """Read by verl: no rollout engine on the training devices."""

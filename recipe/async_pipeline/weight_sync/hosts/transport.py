@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -109,3 +110,23 @@ class Mapped:
             raise WeightSyncError(f"v{found.version} has no bucket {bucket.sequence} of share {bucket.share}")
         payload = self._reader.bucket(found, bucket.sequence).numpy()
         return header_of(found, bucket.sequence, bucket.share), payload
+
+
+FAN_OUT = 2
+"""Hosts that one host sends to."""
+
+
+def tree(origin: str, receivers: Sequence[str]) -> tuple[str, ...]:
+    """Return all hosts of a tree in order, its root first. A host that occurs twice counts once."""
+    return tuple(dict.fromkeys((origin, *receivers)))
+
+
+def parent_of(hosts: Sequence[str], host: str, fan_out: int = FAN_OUT) -> str | None:
+    """Return the host from which `host` gets a version, or None for the root, `hosts[0]`.
+
+    Raises WeightSyncError if `host` is not in the list.
+    """
+    if host not in hosts:
+        raise WeightSyncError(f"host {host} is not among the {len(hosts)} hosts of this version")
+    index = hosts.index(host)
+    return None if index == 0 else hosts[(index - 1) // fan_out]
