@@ -102,7 +102,7 @@ def test_what_decides_imports_the_standard_library_and_itself() -> None:
     assert imported(below(*DECIDES), forbidden) == []
 
 
-GROUND = {"errors", "console", "redaction", "processes", "signatures"}
+GROUND = {"errors", "console", "redaction", "processes"}
 LAYERS: Mapping[str, set[str]] = {
     "core": set(),
     "installed": set(),

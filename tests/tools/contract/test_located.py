@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.signatures import from_text
 from recipe.async_pipeline.tools.contract.declared import Alternative
 from recipe.async_pipeline.tools.contract.located import Located, MemberUse
+from recipe.async_pipeline.tools.contract.signatures import from_text
 from recipe.async_pipeline.tools.contract.sources import OURS, Sources
 
 USER = """

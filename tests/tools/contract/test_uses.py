@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from recipe.async_pipeline.signatures import CallShape
+from recipe.async_pipeline.tools.contract.signatures import CallShape
 from recipe.async_pipeline.tools.contract.uses import subclasses, uses_of
 
 from .conftest import MakeSources

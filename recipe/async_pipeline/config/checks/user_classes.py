@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from ...core.schedule import Schedule
 from ...errors import ConfigError
-from ...signatures import FunctionNode, of_function, positional_call
 from ...strategies import STRATEGIES, schedule_class
 from ..paths import hint
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class MethodCall(NamedTuple):
@@ -34,7 +35,7 @@ class MethodCall(NamedTuple):
 
     def fits(self, method: FunctionNode) -> bool:
         """Return whether the method can be called so."""
-        return of_function(method).refuses(positional_call(1 + self.arguments, self.by_name)) is None
+        return takes(method, 1 + self.arguments, others=self.by_name)
 
 
 def schedule_at(strategy: str, path: str) -> type[Schedule]:
@@ -91,11 +92,23 @@ def check_function(target: str, path: str, arguments: int) -> None:
         raise ConfigError(f"{path} names {target!r}, which is a class; name a function")
     if node is None or node.decorator_list:
         return
-    if of_function(node).refuses(positional_call(arguments)) is not None:
+    if not takes(node, arguments):
         raise ConfigError(
             f"{path} must name a function that can be called with {arguments} arguments, got {target!r}, "
             f"whose arguments are ({ast.unparse(node.args)}); change them"
         )
+
+
+def takes(function: FunctionNode, arguments: int, *, others: bool = False) -> bool:
+    """Return whether a function can be called with so many arguments by position.
+
+    `others`: the call passes further ones by name, which may be those that the function requires.
+    """
+    args = function.args
+    places = len(args.posonlyargs) + len(args.args)
+    if arguments > places and args.vararg is None:
+        return False
+    return others or (arguments >= places - len(args.defaults) and None not in args.kw_defaults)
 
 
 def check_methods(cls: ast.ClassDef, calls: Iterable[MethodCall], what: str) -> None:

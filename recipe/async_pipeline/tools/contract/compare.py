@@ -12,8 +12,7 @@ from typing import Literal
 from recipe.async_pipeline.installed.verl import has, keys_of_tree
 from recipe.async_pipeline.tools.patches import series, verl_source
 
-from ... import signatures
-from . import config_keys, record, trees
+from . import config_keys, record, signatures, trees
 from .shapes import shape_of
 from .sources import Sources
 from .uses import Use, uses_of

@@ -26,8 +26,7 @@ from recipe.async_pipeline.installed.engines import (
     version_in,
 )
 
-from ... import signatures
-from . import declared, located
+from . import declared, located, signatures
 from .declared import Alternative, Need
 from .sources import Sources
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ... import signatures
-from ...signatures import CallShape, Signature
+from . import signatures
 from .declared import Alternative, module_of
+from .signatures import CallShape, Signature
 from .sources import OURS, Module, Sources
 from .uses import uses_of
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from ... import signatures
+from . import signatures
 from .sources import ClassMember, Definition, Sources, decorators
 
 

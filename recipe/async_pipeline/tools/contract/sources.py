@@ -15,7 +15,7 @@ from typing import Literal
 
 from recipe.async_pipeline.errors import ContractError
 
-from ... import signatures
+from . import signatures
 
 OURS, THEIRS = "recipe.async_pipeline", "verl"
 _MAX_HOPS = 12

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ... import signatures
-from ...signatures import CallShape, Signature
+from . import signatures
+from .signatures import CallShape, Signature
 from .sources import OURS, ClassMember, Definition, Import, Module, Sources, decorators, imported, own_members
 
 _DOTTED = r"(?:pkg://)?({}(?:\.\w+)+)"

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...signatures import FunctionNode
+from ..contract.signatures import FunctionNode
 from ..contract.sources import OURS, Definition, Module, Sources, own_members
 from ..contract.uses import subclasses
 

@@ -9,8 +9,8 @@ import itertools
 
 import pytest
 
-from recipe.async_pipeline import signatures
-from recipe.async_pipeline.signatures import CallShape, Signature
+from recipe.async_pipeline.tools.contract import signatures
+from recipe.async_pipeline.tools.contract.signatures import CallShape, Signature
 
 PARAMETERS = (
     "self",

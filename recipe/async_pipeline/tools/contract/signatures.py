@@ -94,11 +94,6 @@ def of_call(node: ast.Call) -> CallShape:
     )
 
 
-def positional_call(arguments: int, more: bool = False) -> CallShape:
-    """Return a call with so many arguments by position, and perhaps others by name."""
-    return CallShape(positional=arguments, names=(), open=more)
-
-
 def as_text(signature: Signature) -> str:
     """Return the signature as the text that `from_text` reads."""
     first = len(signature.positional) - signature.optional
