@@ -32,6 +32,8 @@ ACTOR, REF, ROLLOUT, CRITIC = (
 )
 BATCH = "data.train_batch_size"
 DYNAMIC = f"{ACTOR}.use_dynamic_bsz"
+_OF_ACTOR = f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+"""The deprecated and the present key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +87,9 @@ def fit_batch_sizes(config: Mapping[str, Any], placement: Placement) -> dict[str
 
 def _engines(config: Mapping[str, Any], placement: Placement) -> Iterator[tuple[str, tuple[Ranks, str, str]]]:
     """Yield stages that compute on devices, with their ranks, FSDP section and model section."""
-    actor = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
     ref = (f"{REF}.ulysses_sequence_parallel_size", f"{REF}.fsdp_config.ulysses_sequence_parallel_size")
     critic = f"{CRITIC}.fsdp.ulysses_sequence_parallel_size"
-    policy = "actor_rollout_ref.model"
+    actor, policy = _OF_ACTOR, "actor_rollout_ref.model"
 
     logp = actor, f"{ACTOR}.fsdp_config"
     if placement.own_pool_of("logp") is not None:
@@ -105,21 +106,29 @@ def _engines(config: Mapping[str, Any], placement: Placement) -> Iterator[tuple[
             continue
         # A pool for logp has the actor's engine.
         section = ACTOR if role == "logp" else fsdp.rpartition(".")[0]
-        if select(config, f"{section}.strategy") == "megatron":
-            yield role, (_megatron_ranks(config, pool, f"{section}.megatron"), f"{section}.megatron", model)
-            continue
-        if (engine := str(select(config, f"{section}.strategy"))) in OTHERS:
-            first, *others = (f"{section}.{path}" for path in OTHERS[engine])
-            sizes = [_whole(config, path, least=1, default=1) for path in others]
-            sequence = _whole(config, first, least=1, default=1)
-            ranks = Ranks(pool=pool, sequence_path=first, sequence=sequence, model=math.prod(sizes))
-            yield role, (ranks, f"{section}.{engine}", model)
-            continue
-        # verl lets the deprecated key win where it is above 1.
-        old = _whole(config, deprecated, least=1, default=1)
-        at = deprecated if old > 1 else path
-        ranks = Ranks(pool=pool, sequence_path=at, sequence=_whole(config, at, least=1, default=1))
-        yield role, (ranks, fsdp, model)
+        engine = str(select(config, f"{section}.strategy"))
+        prefix = f"{section}.{engine}" if engine in ("megatron", *OTHERS) else fsdp
+        yield role, (_ranks(config, pool, section, (deprecated, path)), prefix, model)
+
+
+def training_ranks(config: Mapping[str, Any], devices: int) -> Ranks:
+    """Return the ranks of the engine that trains the policy on this many devices."""
+    return _ranks(config, Pool("train", ("train",), (devices,)), ACTOR, _OF_ACTOR)
+
+
+def _ranks(config: Mapping[str, Any], pool: Pool, section: str, ulysses: tuple[str, str]) -> Ranks:
+    engine = str(select(config, f"{section}.strategy"))
+    if engine == "megatron":
+        return _megatron_ranks(config, pool, f"{section}.megatron")
+    if engine in OTHERS:
+        first, *others = (f"{section}.{path}" for path in OTHERS[engine])
+        sizes = [_whole(config, path, least=1, default=1) for path in others]
+        sequence = _whole(config, first, least=1, default=1)
+        return Ranks(pool=pool, sequence_path=first, sequence=sequence, model=math.prod(sizes))
+    # verl lets the deprecated key win where it is above 1.
+    deprecated, path = ulysses
+    at = deprecated if _whole(config, deprecated, least=1, default=1) > 1 else path
+    return Ranks(pool=pool, sequence_path=at, sequence=_whole(config, at, least=1, default=1))
 
 
 def _megatron_ranks(config: Mapping[str, Any], pool: Pool, section: str) -> Ranks:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from ...config.checks.batch_sizes import training_ranks
 from ...config.checks.rollout_correction import describe_correction
-from ...config.checks.training_engine import data_parallel
 from ...config.derived.adapters import adapter_rank, publishes_adapters
 from ...config.derived.open_requests import OpenRequests
 from ...config.derived.published import arena_bytes, model_parameters, published_parameters, version_bytes
@@ -128,7 +128,7 @@ def plan_of(
         groups_per_step=batch,
         answers_per_group=n,
         mini_batches_per_step=-(-batch // mini),
-        answers_per_mini_batch_and_rank=mini * n / data_parallel(config, train),
+        answers_per_mini_batch_and_rank=mini * n / training_ranks(config, train).number,
         padding_per_step=-batch % mini * n,
         groups_at_once=batch * depth + oldest,
         answers_at_once=(batch * depth + oldest) * (n + knobs.agentic.redundancy),

@@ -6,10 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...config.checks.batch_sizes import training_ranks
 from ...config.checks.rollout_correction import PI_OLD, POLICY_LOSS, WITHOUT_RATIO
-from ...config.checks.training_engine import ACTOR, OTHERS, SHARDED, data_parallel, megatron_sizes, ulysses
+from ...config.checks.training_engine import ACTOR, OTHERS, SHARDED
 from ...config.keys.loss_modes import LOSS_OF_VARIANT
 from ...config.paths import select
+
+MEGATRON_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert-tensor": "expert_tensor_parallel_size",
+}
+"""Kinds of parallelism, and their keys below `actor.megatron`."""
 
 
 def describe_training(config: Mapping[str, Any], devices: int) -> str:
@@ -18,20 +28,20 @@ def describe_training(config: Mapping[str, Any], devices: int) -> str:
     if strategy == "megatron":
         return _megatron(config, devices)
     if strategy in OTHERS:
-        rows = data_parallel(config, devices)
+        rows = training_ranks(config, devices).number
         return f"{strategy}, data-parallel {rows}; whole tensors are published; not tested"
     size = select(config, f"{ACTOR}.fsdp_config.fsdp_size")
     shared = devices if size is None or not 0 < int(size) < devices else int(size)
     copies = f", {devices // shared} copies" if shared < devices else ""
     text = f"{SHARDED.get(strategy, strategy)}, weights sharded over {_count(shared)}{copies}"
-    sharing = ulysses(config)
+    sharing = training_ranks(config, devices).sequence
     return text + (f", sequences over {sharing} (Ulysses)" if sharing > 1 else "")
 
 
 def _megatron(config: Mapping[str, Any], devices: int) -> str:
-    sizes = megatron_sizes(config)
-    parallel = [f"{kind}-parallel {size}" for kind, size in sizes.items() if size > 1]
-    return ", ".join(["Megatron", *parallel, f"data-parallel {data_parallel(config, devices)}"])
+    sizes = {kind: select(config, f"{ACTOR}.megatron.{name}") or 1 for kind, name in MEGATRON_SIZES.items()}
+    parallel = [f"{kind}-parallel {size}" for kind, size in sizes.items() if int(size) > 1]
+    return ", ".join(["Megatron", *parallel, f"data-parallel {training_ranks(config, devices).number}"])
 
 
 def _count(devices: int) -> str:

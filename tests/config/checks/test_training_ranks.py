@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.checks.training_engine import data_parallel
+from recipe.async_pipeline.config.checks.batch_sizes import training_ranks
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ from recipe.async_pipeline.config.checks.training_engine import data_parallel
 def test_ranks_that_share_a_sequence_or_a_model_read_the_same_rows(
     actor: dict[str, Any], devices: int, ranks: int
 ) -> None:
-    assert data_parallel({"actor_rollout_ref": {"actor": actor}}, devices) == ranks
+    assert training_ranks({"actor_rollout_ref": {"actor": actor}}, devices).number == ranks
