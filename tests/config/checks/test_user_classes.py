@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.config.checks.user_classes import (
-    check_function,
-    find_class,
-    schedule_at,
-)
+from recipe.async_pipeline.config.checks.user_classes import check_function, find_class, schedule_at
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.strategies import FullyAsync
 

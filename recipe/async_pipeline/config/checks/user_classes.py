@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from ...strategies import STRATEGIES, schedule_class
 from ..paths import hint
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class MethodCall(NamedTuple):
@@ -33,7 +33,7 @@ class MethodCall(NamedTuple):
     by_name: bool = False
     """Whether it may get any further arguments by name."""
 
-    def fits(self, method: FunctionNode) -> bool:
+    def fits(self, method: AnyFunction) -> bool:
         """Return whether the method can be called so."""
         return takes(method, 1 + self.arguments, others=self.by_name)
 
@@ -70,7 +70,7 @@ def find_class(target: str, path: str, *, derived: bool = True) -> ast.ClassDef 
         raise ConfigError(f"{path} must read module:Class, got {target!r}; e.g. my_package.my_module:MyClass")
     tree = _tree(target, path)
     node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", ast.ClassDef)
-    if isinstance(node, FunctionNode):
+    if isinstance(node, AnyFunction):
         raise ConfigError(f"{path} names {target!r}, which is a function; name a class")
     if derived and node is not None and not node.bases:
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_function(target: str, path: str, arguments: int) -> None:
     """
     tree = _tree(target, path)
     name = target.partition(":")[2]
-    node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", FunctionNode)
+    node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", AnyFunction)
     if isinstance(node, ast.ClassDef):
         raise ConfigError(f"{path} names {target!r}, which is a class; name a function")
     if node is None or node.decorator_list:
@@ -99,10 +99,10 @@ def check_function(target: str, path: str, arguments: int) -> None:
         )
 
 
-def takes(function: FunctionNode, arguments: int, *, others: bool = False) -> bool:
+def takes(function: AnyFunction, arguments: int, *, others: bool = False) -> bool:
     """Return whether a function can be called with so many arguments by position.
 
-    `others`: the call passes further ones by name, which may be those that the function requires.
+    `others`: the call passes further ones by name, which the function may require.
     """
     args = function.args
     places = len(args.posonlyargs) + len(args.args)
@@ -116,11 +116,11 @@ def check_methods(cls: ast.ClassDef, calls: Iterable[MethodCall], what: str) -> 
 
     `what`: the key with the class, for errors. Methods that the source does not show are not checked.
     """
-    defined = {node.name: node for node in _statements(cls.body) if isinstance(node, FunctionNode)}
+    defined = {node.name: node for node in _statements(cls.body) if isinstance(node, AnyFunction)}
     others = {
         part.id
         for node in _statements(cls.body)
-        if not isinstance(node, FunctionNode)
+        if not isinstance(node, AnyFunction)
         for part in ast.walk(node)
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
     }
@@ -191,14 +191,14 @@ def _tree(target: str, path: str) -> ast.Module | None:
 
 def _defined(
     name: str, tree: ast.Module, what: str, wanted: type[ast.ClassDef] | UnionType
-) -> ast.ClassDef | FunctionNode | None:
+) -> ast.ClassDef | AnyFunction | None:
     """Return a class or function of a module, or None if other statements may define it.
 
     `wanted`: what the name should be, for hints. Raises ConfigError if nothing defines it.
     """
     open_ended, there = False, []
     for node in _statements(tree.body):
-        if isinstance(node, ast.ClassDef | FunctionNode):
+        if isinstance(node, ast.ClassDef | AnyFunction):
             if node.name == name:
                 return node
             there += [node.name] if isinstance(node, wanted) else []

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from a configuration that was accepted: devices, sizes, bounds and the schedule."""
+"""What follows from a configuration that was accepted: sizes, bounds and the schedule."""

@@ -28,13 +28,7 @@ from ..process.garbage import freeze_present_objects
 from ..reward.responses import Response
 from ..reward.worker import PlainCaller
 from ..store.sample_store import count_cores_once
-from . import (
-    agent_session_loop,
-    diffusion_loop,
-    environment_loop,
-    partial_rollouts,
-    stored_sessions,
-)
+from . import agent_session_loop, diffusion_loop, environment_loop, partial_rollouts, stored_sessions
 from .answers import (
     Answered,
     GroupInProgress,
