@@ -115,8 +115,6 @@ class RolloutConfig:
     """How requests reach the rollout replicas."""
 
     PATH: ClassVar[str] = f"{OWN}.rollout"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("max_open_requests",)
-    """Knobs that a resumed run may have with other values; see `fields`."""
 
     max_open_requests: Limit | None = None
     """Requests that may be open on one replica; the others wait in the agent loop workers, where they can
@@ -133,8 +131,6 @@ class FleetConfig:
     """Rollout replicas that join and leave during a run; see `async-pipeline replicas`."""
 
     PATH: ClassVar[str] = f"{OWN}.fleet"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("max_replicas",)
-    """Knobs that a resumed run may have with other values; see `fields`."""
 
     max_replicas: Annotated[int, Bounds(least=0, remedy="0 keeps the replicas of the placement")] = 0
     """Replicas up to which the run grows by itself: it starts one wherever a node of the Ray cluster has
@@ -149,17 +145,6 @@ class RewardConfig:
     """How responses are scored, and what happens to one that cannot be scored."""
 
     PATH: ClassVar[str] = f"{OWN}.reward"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        "while_generating",
-        "timeout_s",
-        "attempts",
-        "concurrency",
-        "batch",
-        "memory_mb",
-        "failure",
-        "default",
-    )
-    """Knobs that a resumed run may have with other values; see `fields`."""
     LIMITED: ClassVar[tuple[str, ...]] = ("batch", "attempts", "concurrency", "memory_mb")
     """Knobs that have an effect only with `timeout_s`."""
 
@@ -206,17 +191,6 @@ class FaultsConfig:
     """Deadlines, and how the run reacts to failures and bad data."""
 
     PATH: ClassVar[str] = f"{OWN}.faults"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        "wait_timeout_s",
-        "checkpoint_stall_s",
-        "checkpoint_attempts",
-        "verify_checkpoint_at_start",
-        "notice_s",
-        "strict_observers",
-        "bad_data",
-        "max_prompt_attempts",
-    )
-    """Knobs that a resumed run may have with other values; see `fields`."""
 
     wait_timeout_s: Seconds = 1800.0
     """Seconds that a stage may wait for items, room, a lease or a version, or for a call into verl to return,
@@ -255,8 +229,11 @@ class FaultsConfig:
 class AsyncPipelineConfig:
     """The knobs of the pipeline, below `trainer.v1.async_pipeline`."""
 
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("run_dir", "pools", "validation", "engine_check")
-    """Knobs that a resumed run may have with other values; see `fields`."""
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        *("run_dir", "pools", "validation", "engine_check"),
+        *("rollout", "fleet", "reward", "faults"),
+    )
+    """Knobs and whole sections that a resumed run may have with other values; see `fields`."""
 
     strategy: str = DEFAULT_STRATEGY
     """on_policy, one_step_off, n_step_ahead, fully_async, or `module:Class` for a custom strategy. The same
