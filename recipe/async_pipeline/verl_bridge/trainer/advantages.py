@@ -48,7 +48,7 @@ def session_advantages(data: Any, batch_keys: Sequence[str], adv_estimator: Any,
 
     With GRPO, verl computes the advantage of a session from the score of its last row, reads it at the first
     token of that row that is trained, and gives it to the other rows. If the tokens of the last row are
-    masked, because they are too old (`stale_tokens`) or were rejected, verl reads a zero there. So rows
+    masked, because they are too old (`mask_stale_tokens`) or were rejected, verl reads a zero there. So rows
     without a trained token get one while verl computes.
     """
     mask = data.batch[MASK]

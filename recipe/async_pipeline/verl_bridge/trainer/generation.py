@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 import transfer_queue as tq
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from ...config.knobs.schema import AsyncPipelineConfig
@@ -19,6 +21,7 @@ from ...core.deadline import within
 from ...core.events import SLOWEST_TURNS
 from ...core.items import Admission, Group, Prompt, PromptBatch, StepBatch, Trajectory
 from ...core.recall import Recall
+from ...core.token_ages import masked
 from ...errors import RolloutError
 from ...observe.agent_output import FailedAttempt
 from ..agent_loop.answers import Details
@@ -29,7 +32,6 @@ from ..reward.manager import UNSCORED
 from .calls import BlockingCalls
 from .prompt_source import PromptSource
 from .sample_metrics import SampleMeters
-from .stale_tokens import mask_stale_tokens
 from .verl_stages import VerlStages, own_copy
 
 PARTITION = "train"
@@ -218,4 +220,33 @@ def _group(
     flaw, again = verdict or ("", False)
     return Group(
         uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again, payload=columns
+    )
+
+
+COLUMN = "response_mask"
+
+
+def mask_stale_tokens(groups: Iterable[Group], partition: str) -> None:
+    """Set the mask of tokens that are too old for their step to 0, in the sample store. Blocks. Idempotent.
+
+    The message queue decides which tokens these are (`core.token_ages`). Only `response_mask` changes, which
+    all stages of verl read; `loss_mask` stays as the rollout wrote it, and a checkpoint takes the mask from
+    there.
+    """
+    for group in groups:
+        ranges = {one.key: found for one in group.trajectories if (found := masked(one))}
+        if ranges:
+            _mask(ranges, partition)
+
+
+def _mask(ranges: Mapping[str, Sequence[tuple[int, int]]], partition: str) -> None:
+    keys = list(ranges)
+    stored = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=[COLUMN])
+    masks = [mask.clone() for mask in stored[COLUMN].unbind(0)]
+    for mask, too_old in zip(masks, ranges.values(), strict=True):
+        for start, end in too_old:
+            mask[start:end] = 0
+    column = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
+    tq.kv_batch_put(
+        keys=keys, partition_id=partition, fields=TensorDict({COLUMN: column}, batch_size=len(keys))
     )
