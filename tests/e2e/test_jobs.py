@@ -174,7 +174,6 @@ def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
     summary = check_clean_end(job, "n_step_ahead", 3, 6)
     check_events(job, "ref_logp")
     assert summary["lag_max"] == 3
-    assert summary["overlap_s"] > 0
     assert summary["groups_filtered"] > 0, "at the start, many sums are answered wrong eight times"
     metrics = [row["data"] for row in job.metrics()]
     assert any("actor/kl_loss" in row for row in metrics)
