@@ -37,10 +37,10 @@ def is_configuration(name: str) -> bool:
 
 
 PARTS: Mapping[str, Part] = {
-    "run": Part(40_000, lambda name: name.startswith(PACKAGE) and not name.startswith(UPPER_STOREYS)),
-    "tools": Part(8_400, lambda name: name.startswith(UPPER_STOREYS[0])),
-    "lab": Part(9_000, lambda name: name.startswith(UPPER_STOREYS[1])),
-    "tests": Part(62_000, lambda name: name.startswith("tests/")),
+    "run": Part(45_000, lambda name: name.startswith(PACKAGE) and not name.startswith(UPPER_STOREYS)),
+    "tools": Part(12_500, lambda name: name.startswith(UPPER_STOREYS[0])),
+    "lab": Part(11_500, lambda name: name.startswith(UPPER_STOREYS[1])),
+    "tests": Part(70_000, lambda name: name.startswith("tests/")),
     "config, a part of run": Part(5_000, is_configuration),
 }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -62,6 +63,22 @@ class Worker:
             "arguments": sys.argv,
         }
 
+    def leave(self, folder: Path) -> None:
+        """Exit. Files in a folder say what still ran."""
+        atexit.register((folder / "handler").touch)
+        vars(sys.modules[MODULE])["left"] = Left(folder / "torn_down")
+        ray.actor.exit_actor()
+
+
+class Left:
+    """What a module still has at the end."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __del__(self) -> None:
+        self._file.touch()
+
 
 def has_ended(process: psutil.Process) -> bool:
     """Return whether it is gone, or waits to be reaped by who has adopted it."""
@@ -113,6 +130,15 @@ def test_the_server_survives_a_process_that_ends_while_it_asks() -> None:
             asking.connect(str(path))
             asking.sendall(part)
     assert facts(worker(OWN="after"))["server"] == before["server"]
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_worker_ends_without_tearing_down_what_the_server_imported(tmp_path: Path) -> None:
+    actor = worker(OWN="ends")
+    process = psutil.Process(facts(actor)["pid"])
+    actor.leave.remote(tmp_path)
+    until(lambda: has_ended(process), "the worker ends")
+    assert [file.name for file in tmp_path.iterdir()] == ["handler"]
 
 
 @pytest.mark.usefixtures("forking")

@@ -16,6 +16,7 @@ Imports the standard library alone: a script has no package, and each worker run
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -25,9 +26,10 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 IMPORTS = "ASYNC_PIPELINE_WORKER_IMPORTS"
 """Environment variable of a raylet: the modules that its fork server imports. Without it, nothing forks."""
@@ -182,6 +184,24 @@ def _become(
     return [word for word in arguments if not word.startswith(others)]
 
 
+def _run(arguments: Sequence[str]) -> NoReturn:
+    """Be a worker of Ray, and end as forked processes do: the fork server's modules are not torn down.
+
+    Libraries would complain on standard error about what they find then.
+    """
+    sys.argv, status = list(arguments), 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  the process ends
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__" and (worker := main(sys.argv[1:])):
-    sys.argv = list(worker)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    _run(worker)
