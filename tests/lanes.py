@@ -53,14 +53,16 @@ class Stage(NamedTuple):
     """Whether the command is pytest with `tests.live`, so that failures may run again."""
     decides: bool = True
     """Whether its failure fails the run; otherwise it is only shown."""
+    files: Sequence[str] = ()
+    """What pytest collects, if not everything; failed tests take their place when they run again."""
 
 
-def pytest_stage(name: str, *options: str, live: str = "tests") -> Stage:
-    """Return a session of pytest with these options. `live`: see `tests.live`."""
+def pytest_stage(name: str, *options: str, live: str = "tests", files: Sequence[str] = ()) -> Stage:
+    """Return a session of pytest with these options and files. `live`: see `tests.live`."""
     quiet = ("-q", "--tb=no", "-rN", "--disable-warnings", "-o", "console_output_style=classic")
     command = (sys.executable, "-m", "pytest", "-p", "tests.live", "--live", live, *quiet)
     cache = ("-o", f"cache_dir=.cache/pytest/{name}")
-    return Stage(name, (*command, *cache, *options), of_tests=True)
+    return Stage(name, (*command, *cache, *options), of_tests=True, files=files)
 
 
 def files_with(mark: str) -> Sequence[str]:
@@ -80,7 +82,7 @@ STYLE = (
     Stage("ruff format", (sys.executable, "-m", "ruff", "format", "--check", ".")),
     Stage("codespell", (str(BIN / "codespell"),)),
     Stage("shellcheck", ("bash", "-c", f"'{BIN}/shellcheck' .ci/run run_scripts/*.sh")),
-    pytest_stage("style", "-m", "style", "tests/style", live="files"),
+    pytest_stage("style", "-m", "style", live="files", files=("tests/style",)),
 )
 CHECKS = (
     ruff_stage("ruff", "F,B,ASYNC,BLE,RUF006,T201"),
@@ -92,9 +94,11 @@ UNIT = (
     Stage("trace processor", ("bash", "run_scripts/trace_processor.sh"), decides=False),
     pytest_stage("unit", "-m", "not e2e and not real_engine and not nightly and not style", live="files"),
 )
-ENGINE = pytest_stage("engine", "-m", "real_engine and not e2e and not nightly", *files_with("real_engine"))
-PROBES = pytest_stage("probes", "-m", "e2e and probe and not nightly", *files_with("probe"))
-JOBS = pytest_stage("jobs", "-m", "e2e and not probe and not nightly", *files_with("e2e"))
+ENGINE = pytest_stage(
+    "engine", "-m", "real_engine and not e2e and not nightly", files=files_with("real_engine")
+)
+PROBES = pytest_stage("probes", "-m", "e2e and probe and not nightly", files=files_with("probe"))
+JOBS = pytest_stage("jobs", "-m", "e2e and not probe and not nightly", files=files_with("e2e"))
 QUICK = pytest_stage(
     "quick", "-m", "not e2e and not real_engine and not nightly and not style and not slow", live="files"
 )
@@ -265,7 +269,7 @@ class _Lane(threading.Thread):
 
     def _start(self, stage: Stage, record: Path) -> subprocess.Popen[str] | None:
         """Return the process of a stage, or None if no further one may start."""
-        command = [*stage.command, "--record", str(record)] if stage.of_tests else list(stage.command)
+        command = [*stage.command, *(("--record", str(record)) if stage.of_tests else ()), *stage.files]
         with self._starting:
             if self._given_up:
                 return None
@@ -377,7 +381,7 @@ def judge(run: Run) -> Verdict:
         passed: set[str] = set()
         if again:
             stage = ended.stage
-            repeated = stage._replace(name=f"{stage.name}, again", command=(*stage.command, *ended.failures))
+            repeated = stage._replace(name=f"{stage.name}, again", files=(*ended.failures,))
             (second,) = run.run({"again": (repeated,)})
             passed = {test for test, outcome in second.outcomes.items() if outcome == "passed"}
         for test, text in ended.failures.items():

@@ -103,13 +103,15 @@ def test_lanes_run_side_by_side_and_show_their_lines_with_their_names(start: Sta
 
 
 def test_a_test_that_fails_once_is_flaky_and_does_not_fail_the_run(start: Start, tmp_path: Path) -> None:
-    """The fixture of its module is made again."""
+    """The fixture of its module is made again; the other files of the stage do not run again."""
     (tmp_path / "test_it.py").write_text(FAILS_ONCE)
-    done = finish(start("{'unit': [pytest_stage('unit')]}"))
+    (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
+    done = finish(start("{'unit': [pytest_stage('unit', files=['test_it.py', 'test_other.py'])]}"))
     assert done.status == 0, done.output
     assert re.search(r"^\d\d:\d\d:\d\d test_it\.py::test_flaky$", done.output, re.MULTILINE)
     assert "FLAKY test_it.py::test_flaky" in done.output and "the first time" in done.output
-    assert re.search(r"^2 passed, 0 failed, 0 skipped$", done.output, re.MULTILINE)
+    assert len(re.findall(r"^\d\d:\d\d:\d\d test_other\.py::test_other$", done.output, re.MULTILINE)) == 1
+    assert re.search(r"^3 passed, 0 failed, 0 skipped$", done.output, re.MULTILINE)
 
 
 def test_a_test_that_fails_twice_fails_the_run_and_its_failure_is_printed_last(

@@ -40,7 +40,7 @@ OF_NODES = {
 }
 """Environment of the nodes that this process starts, for `fork_worker`. Values already set stay."""
 OF_ENGINES = {
-    engine: (f"recipe.async_pipeline.verl_bridge.rollout.{engine}.replica", *of_cores)
+    engine: (f"recipe.async_pipeline.verl_bridge.rollout.{engine}.server", *of_cores)
     for engine, of_cores in prefork.IMPORTS.items()
 }
 """By rollout engine, what the trainer, the servers and their engine cores import as well."""
