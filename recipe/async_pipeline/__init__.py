@@ -47,7 +47,7 @@ from .core.stage import RoleStateMachine, create_role_state_machine, known_roles
 from .core.state_machine import TRANSITIONS, Event, StageState
 from .core.trainer_protocol import PipelineTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "TRANSITIONS",
     "AsyncPipelineConfig",
