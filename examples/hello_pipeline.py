@@ -15,10 +15,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
-from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
+from recipe.async_pipeline.core.groups.items import (
+    Group,
+    Prompt,
+    PromptBatch,
+    Publication,
+    StepBatch,
+    Trajectory,
+)
+from recipe.async_pipeline.core.lag.degradation import Caution
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, OneStepOff, OnPolicy
 
 STEPS, BATCH = 12, 4

@@ -36,8 +36,8 @@ MAY_IMPORT_STACK = (
     "lab/gpu_kit/engine_check.py",
     "lab/gpu_kit/seeded_loop.py",
     "lab/soak/flood.py",
-    "lab/tasks/calculator_tool.py",
-    "tools/cli/node_calls.py",
+    "lab/tasks/calculator_task/calculator_tool.py",
+    "tools/cli/findings/node_calls.py",
 )
 READS_FILES_ONLY = ("installed/", "tools/contract/", "tools/patches/")
 """Must work on a verl that cannot be imported."""
@@ -173,9 +173,9 @@ def test_diffusion_imports_libraries_of_models_when_it_uses_them() -> None:
 
 IMAGES = (
     "diffusion/",
-    "lab/tasks/image_",
+    "lab/tasks/image_task/",
     "verl_bridge/rollout/diffusers/",
-    "verl_bridge/workers/diffusion_",
+    "verl_bridge/workers/diffusion/",
 )
 
 
@@ -373,7 +373,7 @@ def test_what_crosses_verls_loops_is_in_one_record() -> None:
         for node in nodes_of(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ContextVar"
     ]
-    assert having == ["verl_bridge/agent_loop/episode.py"], "add a field to Episode"
+    assert having == ["verl_bridge/agent_loop/episodes/episode.py"], "add a field to Episode"
 
 
 def test_every_error_has_our_root_and_a_standard_parent() -> None:

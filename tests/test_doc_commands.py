@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from recipe.async_pipeline.cli.main import SUBCOMMANDS, build_parser
-from recipe.async_pipeline.lab.bench.arms import ARMS
-from recipe.async_pipeline.lab.bench.workload import names
+from recipe.async_pipeline.lab.bench.inputs.arms import ARMS
+from recipe.async_pipeline.lab.bench.inputs.workload import names
 from recipe.async_pipeline.lab.cli.soak import kinds_of
 from recipe.async_pipeline.lab.tasks.tokenizer import VOCAB_SIZE, make_tokenizer
 from tests import HANG_S, REPOSITORY, tracked_files

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Publication, Trajectory
-from recipe.async_pipeline.observe.off_policy import Columns, OffPolicyMeter
-from recipe.async_pipeline.observe.step_account import StepAccountant
+from recipe.async_pipeline.core.groups.items import Publication, Trajectory
+from recipe.async_pipeline.core.waits.clock import run_virtual
+from recipe.async_pipeline.observe.account.step_account import StepAccountant
+from recipe.async_pipeline.observe.samples.off_policy import Columns, OffPolicyMeter
 from tests.fakes.trainer import SimTrainer
 
 PATH = Path(__file__).resolve().parents[1] / "configs" / "grafana" / "async_pipeline.json"

@@ -19,7 +19,7 @@ from tests.sizes import PARTS, lines_of, table
         ("core/flow.py", ["run"]),
         ("cli/main.py", ["run"]),
         ("tools/plan/bound.py", ["tools"]),
-        ("lab/bench/arms.py", ["lab"]),
+        ("lab/bench/inputs/arms.py", ["lab"]),
         ("config/knobs/schema.py", ["run", "config, a part of run"]),
         ("verl_bridge/rules/megatron_rules.py", ["run", "config, a part of run"]),
         ("verl_bridge/rules/megatron.py", ["run", "config, a part of run"]),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
 from recipe.async_pipeline.agents.environment import Step
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import EnvironmentFailed
 from tests.fakes.environments import COUNTING
 

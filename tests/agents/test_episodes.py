@@ -25,9 +25,9 @@ from recipe.async_pipeline.agents.episodes import (
     last_responses,
     metrics_of,
 )
-from recipe.async_pipeline.core.bad_data import POLICIES as KINDS
-from recipe.async_pipeline.core.items import Group, Trajectory
-from recipe.async_pipeline.core.token_spans import spans_of
+from recipe.async_pipeline.core.groups.bad_data import POLICIES as KINDS
+from recipe.async_pipeline.core.groups.items import Group, Trajectory
+from recipe.async_pipeline.core.lag.token_spans import spans_of
 
 CASES = [(end, policy) for end, policies in POLICIES.items() for policy in policies]
 

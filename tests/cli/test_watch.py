@@ -23,7 +23,7 @@ import pytest
 
 from recipe.async_pipeline.cli import watch
 from recipe.async_pipeline.cli.watch import Screen
-from recipe.async_pipeline.observe.summary import write_atomically
+from recipe.async_pipeline.observe.run_directory.summary import write_atomically
 from recipe.async_pipeline.observe.table import MARK, TRANSIENT
 from recipe.async_pipeline.processes import descendants
 from tests import HANG_S, REPOSITORY

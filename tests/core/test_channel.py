@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from recipe.async_pipeline.core.channel import Channel
-from recipe.async_pipeline.core.clock import VirtualTimeLoop
-from recipe.async_pipeline.core.deadline import within
+from recipe.async_pipeline.core.waits.clock import VirtualTimeLoop
+from recipe.async_pipeline.core.waits.deadline import within
 from recipe.async_pipeline.errors import ChannelClosed, WaitTimeout
 
 pytestmark = pytest.mark.virtual_time

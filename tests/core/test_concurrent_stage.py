@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.channel import Channel
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.concurrent_stage import ConcurrentStage
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
 from recipe.async_pipeline.core.pools import DevicePool
 from recipe.async_pipeline.core.replay import busy_intervals
 from recipe.async_pipeline.core.stage import ROLES, create_role_state_machine, register_role
 from recipe.async_pipeline.core.state_machine import Event, StageState
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import WaitTimeout
 from recipe.async_pipeline.lab.event_audit import EventAudit
 from tests.fakes.trainer import SimTrainer

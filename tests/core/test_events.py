@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.core.clock import LoopClock
 from recipe.async_pipeline.core.events import EventLog, Interval, LogRecord, overlap_seconds
+from recipe.async_pipeline.core.waits.clock import LoopClock
 
 
 class ManualClock:

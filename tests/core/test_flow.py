@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_role
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.events import overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
-from recipe.async_pipeline.core.items import Group, Prompt, StepBatch
+from recipe.async_pipeline.core.groups.items import Group, Prompt, StepBatch
+from recipe.async_pipeline.core.groups.untrained_groups import Order
+from recipe.async_pipeline.core.lag.degradation import Caution
 from recipe.async_pipeline.core.replay import busy_intervals
 from recipe.async_pipeline.core.stage import ROLES
 from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
-from recipe.async_pipeline.core.untrained_groups import Order
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import StalenessViolation, WaitTimeout
 from recipe.async_pipeline.tools.ledger.audit import audit as audit_ledger
 from tests.fakes.random_runs import ANSWER_TIMES, random_runs

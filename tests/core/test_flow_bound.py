@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from tests.fakes.trainer import ALL_ROLES, SimTrainer
 
 GROUPS, STEPS = 16, 40

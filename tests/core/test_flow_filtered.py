@@ -9,8 +9,8 @@ import random
 import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.untrained_groups import Order
+from recipe.async_pipeline.core.groups.untrained_groups import Order
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from tests.fakes.trainer import ALL_ROLES, SimTrainer
 
 GROUPS, STEPS = 64, 12

@@ -15,14 +15,14 @@ import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core import flow as flow_module
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import StepBatch
-from recipe.async_pipeline.observe.event_file import EventFile
+from recipe.async_pipeline.core.groups.items import StepBatch
+from recipe.async_pipeline.core.waits.clock import run_virtual
+from recipe.async_pipeline.observe.account.overlap import OverlapMeter
+from recipe.async_pipeline.observe.account.step_account import StepAccountant
 from recipe.async_pipeline.observe.observers import Observers
-from recipe.async_pipeline.observe.overlap import OverlapMeter
-from recipe.async_pipeline.observe.selection_bias import SelectionMeter
-from recipe.async_pipeline.observe.step_account import StepAccountant
-from recipe.async_pipeline.observe.summary import RunRecorder
+from recipe.async_pipeline.observe.run_directory.event_file import EventFile
+from recipe.async_pipeline.observe.run_directory.summary import RunRecorder
+from recipe.async_pipeline.observe.samples.selection_bias import SelectionMeter
 from tests.fakes.trainer import SimTrainer
 
 EARLY, LATE = 40, 400

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from recipe.async_pipeline.core.clock import VirtualTimeLoop
-from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.core.pools import DevicePool, Lease, PoolSet
+from recipe.async_pipeline.core.waits.clock import VirtualTimeLoop
+from recipe.async_pipeline.core.waits.deadline import within
 from recipe.async_pipeline.errors import LeaseError, WaitTimeout
 
 pytestmark = pytest.mark.virtual_time

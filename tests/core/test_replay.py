@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.replay import RunState, busy_intervals, start_facts
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from tests.fakes.trainer import WITH_CRITIC, SimTrainer
 
 

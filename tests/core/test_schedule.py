@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.core.lag.staleness import Versions
 from recipe.async_pipeline.core.schedule import Schedule, synchronous
-from recipe.async_pipeline.core.staleness import Versions
 from recipe.async_pipeline.strategies import FullyAsync
 from tests.fakes.queue_order import order_of, recall_of_a_straggler
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.core.channel import Channel
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
-from recipe.async_pipeline.core.items import StepBatch
+from recipe.async_pipeline.core.groups.items import StepBatch
 from recipe.async_pipeline.core.pools import DevicePool
 from recipe.async_pipeline.core.stage import (
     ROLES,
@@ -22,6 +21,7 @@ from recipe.async_pipeline.core.stage import (
     register_role,
 )
 from recipe.async_pipeline.core.state_machine import StageState
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import ConfigError, StageProtocolError, WaitTimeout
 from tests.fakes.trainer import ALL_ROLES, SimTrainer
 

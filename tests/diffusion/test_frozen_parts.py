@@ -16,8 +16,12 @@ pytestmark = pytest.mark.real_engine
 @pytest.fixture(scope="module")
 def frozen() -> FrozenParts:
     pytest.importorskip("diffusers")
-    from recipe.async_pipeline.lab.tasks.image import WORDS
-    from recipe.async_pipeline.lab.tasks.image_model import MAX_TOKENS, ImageModelSpec, make_pipeline
+    from recipe.async_pipeline.lab.tasks.image_task.image import WORDS
+    from recipe.async_pipeline.lab.tasks.image_task.image_model import (
+        MAX_TOKENS,
+        ImageModelSpec,
+        make_pipeline,
+    )
 
     spec = ImageModelSpec(num_layers=1, num_heads=2, text_size=16)
     return FrozenParts(make_pipeline(spec, WORDS, 0), MAX_TOKENS)

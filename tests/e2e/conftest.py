@@ -63,8 +63,8 @@ def untrained_lake_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a lake task whose policy has seen some actions, and seldom finds the goal."""
     pytest.importorskip("gymnasium")
     from recipe.async_pipeline.lab.tasks.build import ensure_toy
-    from recipe.async_pipeline.lab.tasks.lake_build import LakeSpec
-    from recipe.async_pipeline.lab.tasks.lake_warmup import WARMUP
+    from recipe.async_pipeline.lab.tasks.lake_task.lake_build import LakeSpec
+    from recipe.async_pipeline.lab.tasks.lake_task.lake_warmup import WARMUP
 
     warmup = replace(WARMUP, taught_accuracy=0.0, num_slip_steps=1, min_accuracy=0.0)
     return ensure_toy(LakeSpec(warmup=warmup), tmp_path_factory.mktemp("lake"), report=lambda line: None).dir

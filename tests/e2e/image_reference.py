@@ -26,8 +26,8 @@ from recipe.async_pipeline.diffusion.policy import evaluate
 from recipe.async_pipeline.diffusion.seeds import seed_of
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.windows import RandomWindow
-from recipe.async_pipeline.lab.tasks.image_model import MAX_TOKENS
-from recipe.async_pipeline.lab.tasks.image_reward import compute_score
+from recipe.async_pipeline.lab.tasks.image_task.image_model import MAX_TOKENS
+from recipe.async_pipeline.lab.tasks.image_task.image_reward import compute_score
 
 SIDE, STEPS, NOISE, CLIP, RATE = 16, 10, 0.7, 1e-3, 5e-4
 SAMPLES, SEED = 8, 1

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from recipe.async_pipeline.core.items import Admission, Group, Prompt, Publication, StepBatch
-from recipe.async_pipeline.core.recall import Recall
+from recipe.async_pipeline.core.groups.items import Admission, Group, Prompt, Publication, StepBatch
+from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.lab.gpu_kit.seeded_loop import seed_of
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 from recipe.async_pipeline.strategies import OneStepOff as OneStepOffSchedule
-from recipe.async_pipeline.verl_bridge.agent_loop.agent_session_loop import AgentSessionLoop
-from recipe.async_pipeline.verl_bridge.agent_loop.environment_loop import EnvironmentLoop
+from recipe.async_pipeline.verl_bridge.agent_loop.episodes.environment_loop import EnvironmentLoop
+from recipe.async_pipeline.verl_bridge.agent_loop.sessions.agent_session_loop import AgentSessionLoop
 from recipe.async_pipeline.verl_bridge.trainer.pipeline_run import PipelineRun
 from recipe.async_pipeline.verl_bridge.trainer.verl_trainer import VerlTrainer
 from tests.e2e.job import STRAGGLES_S, UPDATE_S

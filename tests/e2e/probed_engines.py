@@ -10,9 +10,9 @@ from importlib import import_module
 from multiprocessing import active_children
 from typing import Any, Protocol
 
-from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.core.groups.items import LoadReport
 from recipe.async_pipeline.verl_bridge import replaced
-from recipe.async_pipeline.verl_bridge.rollout import prefork
+from recipe.async_pipeline.verl_bridge.cpu import prefork
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import FORM, Loaded, Salts, VersionedEngine
 from tests import HANG_S
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.tools.ledger.file import audit_file
-from recipe.async_pipeline.tools.report.data import data_of
+from recipe.async_pipeline.tools.report.figures.data import data_of
+from recipe.async_pipeline.tools.report.figures.run_reader import read_run
 from recipe.async_pipeline.tools.report.page import run_page
-from recipe.async_pipeline.tools.report.run_reader import read_run
 from tests.e2e import image_reference, resumes
 from tests.e2e.conftest import make_task
 from tests.e2e.image_sabotage import ADAPTER, BUFFER, FOLDER, KILLED, TENSOR
@@ -208,7 +208,7 @@ def test_a_script_of_gerl_runs_from_the_entry_point_for_images(image_task: Path,
         "data.train_files": str(image_task / "train.parquet"),
         "data.val_files": str(image_task / "val.parquet"),
         "actor_rollout_ref.model.path": str(image_task / "model"),
-        "reward.custom_reward_function.path": "pkg://recipe.async_pipeline.lab.tasks.image_reward",
+        "reward.custom_reward_function.path": "pkg://recipe.async_pipeline.lab.tasks.image_task.image_reward",
         "trainer.v1.async_pipeline.run_dir": str(run_dir),
     }
     overrides = [f"{path}={json.dumps(value)}" for path, value in keys.items()]

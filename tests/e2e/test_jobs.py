@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.agents.episodes import FAILED_EPISODE
-from recipe.async_pipeline.core.bad_data import KINDS
+from recipe.async_pipeline.core.groups.bad_data import KINDS
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import ROOT, STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
 

@@ -10,7 +10,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.core.groups.items import LoadReport
 from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import progress_by_name, serve_versions
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import Loaded, VersionedEngine
 from tests.fakes.timed_engine import LOG_PROB, PROMPT, STEP_S, Answer, Sent

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from recipe.async_pipeline.lab.bench.measure import Measured, StageWork
+from recipe.async_pipeline.lab.bench.measuring.measure import Measured, StageWork
 
 ONE = Measured(
     samples_per_s=10.0,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.core.groups.items import LoadReport
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import ProofError
 from recipe.async_pipeline.weight_sync.fleet.fleet import Fleet, UpdateOutcome
 from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket

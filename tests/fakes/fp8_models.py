@@ -19,7 +19,7 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.block_fp8 import BlockFp8
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Computed, Expected
 from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
-from recipe.async_pipeline.weight_sync.engine.standby_conversion import Convert, Named
+from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Convert, Named
 from recipe.async_pipeline.weight_sync.memory.manifest import TensorEntry
 from tests.fakes.vllm_models import as_rank, config_of
 

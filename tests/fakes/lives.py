@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.flow_state import FlowState
-from recipe.async_pipeline.core.ledger import LedgerRecord
+from recipe.async_pipeline.core.groups.ledger import LedgerRecord
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.tools.ledger.audit import Audit, valid
 from tests.fakes.trainer import SimCheckpoint, SimTrainer
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from recipe.async_pipeline.errors import EngineDeadError
-from recipe.async_pipeline.verl_bridge.rollout import prefork
+from recipe.async_pipeline.verl_bridge.cpu import prefork
 from tests.fakes import waiting
 
 

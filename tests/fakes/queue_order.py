@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Group, Prompt, Trajectory
-from recipe.async_pipeline.core.message_queue import MessageQueue
-from recipe.async_pipeline.core.recall import Recall
-from recipe.async_pipeline.core.staleness import Versions
-from recipe.async_pipeline.core.untrained_groups import Order
+from recipe.async_pipeline.core.groups.items import Group, Prompt, Trajectory
+from recipe.async_pipeline.core.groups.message_queue import MessageQueue
+from recipe.async_pipeline.core.groups.recall import Recall
+from recipe.async_pipeline.core.groups.untrained_groups import Order
+from recipe.async_pipeline.core.lag.staleness import Versions
+from recipe.async_pipeline.core.waits.clock import run_virtual
 
 
 def serve_first(versions: Versions) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.core.groups.items import LoadReport
 from recipe.async_pipeline.weight_sync.engine.answer import Part
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import (
     AttemptOptions,

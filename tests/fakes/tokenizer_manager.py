@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.core.groups.items import LoadReport
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import SchedulerCall, SchedulerReply
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import progress_by_name, serve_versions
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import FORM, Loaded, VersionedEngine

@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from recipe.async_pipeline.core.degradation import Caution, Change
 from recipe.async_pipeline.core.flow_state import FlowState
-from recipe.async_pipeline.core.items import (
+from recipe.async_pipeline.core.groups.items import (
     Admission,
     Group,
     Prompt,
@@ -20,10 +19,11 @@ from recipe.async_pipeline.core.items import (
     StepBatch,
     Trajectory,
 )
-from recipe.async_pipeline.core.recall import Recall
+from recipe.async_pipeline.core.groups.recall import Recall
+from recipe.async_pipeline.core.groups.untrained_groups import Order
+from recipe.async_pipeline.core.lag.degradation import Caution, Change
+from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.core.schedule import OldLogpSource
-from recipe.async_pipeline.core.token_spans import spans_of
-from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, Schedule
 
 CALM = Caution()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from recipe.async_pipeline.core.clock import LoopClock
+from recipe.async_pipeline.core.waits.clock import LoopClock
 
 counts_cancellations = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python 3.10 does not count cancellations"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.lab.event_audit import audit_events
 from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
 

@@ -20,7 +20,7 @@ import torch
 from hydra.utils import instantiate
 from ray.exceptions import ObjectLostError, OutOfMemoryError
 
-from recipe.async_pipeline.core.deadline import within
+from recipe.async_pipeline.core.waits.deadline import within
 from recipe.async_pipeline.errors import ConfigError, PatchError
 from recipe.async_pipeline.observe.causes import causes, one_line
 from recipe.async_pipeline.observe.table import MARK

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import ConservationError, StalenessViolation
-from recipe.async_pipeline.observe.accounting import AccountingError
+from recipe.async_pipeline.observe.account.accounting import AccountingError
 from recipe.async_pipeline.observe.observers import ACCOUNT, LOST, RETRY_S, Observers
 from tests import HANG_S
 from tests.fakes.trainer import SimTrainer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.retry import Retry
+from recipe.async_pipeline.core.waits.retry import Retry
 from recipe.async_pipeline.observe.observers import Observers
 from recipe.async_pipeline.observe.trackers import ServiceCalls, Trackers
 from tests import HANG_S

@@ -11,7 +11,7 @@ import struct
 import threading
 from pathlib import Path
 
-from recipe.async_pipeline.core.diagnosis import Diagnosis
+from recipe.async_pipeline.core.waits.diagnosis import Diagnosis
 from recipe.async_pipeline.observe.watchdog import Watchdog, stacks
 from tests import HANG_S
 

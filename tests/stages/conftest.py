@@ -9,7 +9,7 @@ import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, create_role_state_machine
 from recipe.async_pipeline.core.channel import Channel
-from recipe.async_pipeline.core.items import Prompt
+from recipe.async_pipeline.core.groups.items import Prompt
 from recipe.async_pipeline.core.pools import DevicePool
 from tests.fakes.trainer import SimTrainer
 

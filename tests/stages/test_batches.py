@@ -8,10 +8,10 @@ import asyncio
 import pytest
 
 from recipe.async_pipeline.core.channel import Channel
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import StepBatch
+from recipe.async_pipeline.core.groups.items import StepBatch
 from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.core.state_machine import StageState
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import StageProtocolError, WaitTimeout
 from tests.fakes.trainer import WITH_CRITIC, SimTrainer
 from tests.stages.conftest import MakeRole

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_role
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.stage import ROLES
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.stages.custom import insert_custom_stages, load_role
 from tests.fakes.trainer import SimTrainer

@@ -8,11 +8,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Admission, Group, Prompt, PromptBatch, StepBatch, Trajectory
-from recipe.async_pipeline.core.recall import Recall
+from recipe.async_pipeline.core.groups.items import (
+    Admission,
+    Group,
+    Prompt,
+    PromptBatch,
+    StepBatch,
+    Trajectory,
+)
+from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.core.state_machine import StageState
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import ConservationError, RolloutError, StageProtocolError, WaitTimeout
 from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole, admit

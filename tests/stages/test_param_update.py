@@ -8,8 +8,8 @@ import asyncio
 import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import StepBatch
+from recipe.async_pipeline.core.groups.items import StepBatch
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import WaitTimeout
 from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
+from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.core.state_machine import StageState
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import CheckpointError, ConservationError, StalenessViolation
 from tests.fakes.lives import Life
 from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer

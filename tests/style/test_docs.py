@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from recipe.async_pipeline.cli.main import SUBCOMMANDS, build_parser
-from recipe.async_pipeline.lab.bench.arms import ARMS
+from recipe.async_pipeline.lab.bench.inputs.arms import ARMS
 from recipe.async_pipeline.lab.gpu_kit.catalogue import STEPS
 from tests import REPOSITORY
 

@@ -29,8 +29,8 @@ from recipe.async_pipeline.diffusion.seeds import seed_of
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.diffusion.windows import RandomWindow
-from recipe.async_pipeline.verl_bridge.workers import diffusion_engine  # noqa: F401  registers it
-from recipe.async_pipeline.verl_bridge.workers.diffusion_model import (
+from recipe.async_pipeline.verl_bridge.workers.diffusion import diffusion_engine  # noqa: F401  registers it
+from recipe.async_pipeline.verl_bridge.workers.diffusion.diffusion_model import (
     CONDITION,
     Denoising,
     DiffusionModelConfig,

@@ -33,7 +33,7 @@ def overrides_of(keys: dict[str, Any], model: Path) -> list[str]:
     return [
         *(f"{path}={json.dumps(value)}" for path, value in keys.items()),
         f"actor_rollout_ref.model.path={model}",
-        "reward.custom_reward_function.path=pkg://recipe.async_pipeline.lab.tasks.image_reward",
+        "reward.custom_reward_function.path=pkg://recipe.async_pipeline.lab.tasks.image_task.image_reward",
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.config.knobs.weight_sync import SHORT_COMMIT_S, concurrent_loads
-from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.core.groups.items import LoadReport
 from recipe.async_pipeline.errors import ProofError, WaitTimeout
 from recipe.async_pipeline.weight_sync.fleet.fleet import Fleet
 from recipe.async_pipeline.weight_sync.fleet.keeper import CHECK_EVERY_S

@@ -20,12 +20,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
-from ..core.deadline import GRACE_S, within
-from ..core.threads import in_thread_of, made_in_executor
+from ..core.waits.deadline import GRACE_S, within
+from ..core.waits.threads import in_thread_of, made_in_executor
 from ..errors import EnvironmentFailed, WaitTimeout
 from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step, checked_step
 
 T = TypeVar("T")
+ENV_PROCESS = f"{__package__}.processes.env_process"
 CLOSE_S = 5.0
 """Seconds that an environment gets to close itself."""
 
@@ -177,7 +178,13 @@ class _Guard:
         lifeline, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.env_process", str(theirs.fileno()), str(lifeline)],
+                [
+                    sys.executable,
+                    "-m",
+                    ENV_PROCESS,
+                    str(theirs.fileno()),
+                    str(lifeline),
+                ],
                 pass_fds=(theirs.fileno(), lifeline),
                 stdin=subprocess.DEVNULL,
                 # The modules that this process can import.

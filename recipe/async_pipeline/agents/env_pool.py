@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..core.deadline import GRACE_S, within
+from ..core.waits.deadline import GRACE_S, within
 from ..errors import EnvironmentFailed, WaitTimeout
 from .env_hosts import HOSTS, EnvironmentHost
 from .environment import EnvironmentSpec, Isolation, Step

@@ -5,7 +5,7 @@
        ▲                score   trained with `failure_reward` instead
        │                again ──┬──► while attempts are left; its seed and its siblings stay
        └────────────────────────┘
-                        drop    the last attempt has failed: its group is bad data (`core.bad_data`)
+                        drop    the last attempt has failed: its group is bad data (`core.groups.bad_data`)
 
 An episode is one response of a group: all requests, tool calls and steps of an environment from its prompt to
 its reward. What the policy is to blame for is trained; what the policy is not to blame for must neither be
@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
-from ..core.items import Group, Trajectory
-from ..core.session_keys import episode_of, last_keys
+from ..core.groups.items import Group, Trajectory
+from ..core.groups.session_keys import episode_of, last_keys
 
 Action = Literal["train", "score", "again", "drop"]
 Blame = Literal["policy", "environment", "agent", "unknown", "none"]

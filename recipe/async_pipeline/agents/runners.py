@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ..core.threads import in_new_thread
+from ..core.waits.threads import in_new_thread
 from ..errors import AgentFailed, ConfigError, EnvironmentFailed
-from .commands import Finished, LeftBehind, environment, run_command
-from .episode_folders import Folder
-from .output_log import OutputLog
-from .sandbox import Sandbox
+from .processes.commands import Finished, LeftBehind, environment, run_command
+from .processes.episode_folders import Folder
+from .processes.output_log import OutputLog
+from .processes.sandbox import Sandbox
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 TASK_FILE, HIDDEN_FILE = "task.json", "verify.json"

@@ -27,7 +27,7 @@ from ..config.knobs.schema import AsyncPipelineConfig
 from ..config.paths import OWN, select
 from ..config.placement import Placement
 from ..errors import CheckpointError, ConfigError
-from ..observe.run_files import last_number, run_of
+from ..observe.run_directory.run_files import last_number, run_of
 from ..redaction import without_secrets
 from .store import FoundCheckpoint, newest, next_epoch, sweep, verify
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..console import echo
 from ..errors import WeightSyncError
-from ..observe.replica_requests import ask
+from ..observe.run_directory.replica_requests import ask
 
 TIMEOUT_S = 30.0
 """Seconds that a run gets to answer. It looks for requests every second."""

@@ -31,8 +31,8 @@ from typing import IO, TextIO
 
 from ..config.keys.overrides import explain_complaint
 from ..config.knobs.schema import MOST_NOTICE_S
-from ..observe.run_files import set_aside
-from ..observe.summary import write_in_its_place, written_ns
+from ..observe.run_directory.run_files import set_aside
+from ..observe.run_directory.summary import write_in_its_place, written_ns
 from ..observe.table import MARK, TRANSIENT
 from ..processes import WATCH_PID, adopt_orphans, descendants, end_all, end_signals, send_signal
 from ..redaction import LineRedactor

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
 from ..errors import ChannelClosed
-from .wait_queue import Turnstile
+from .waits.wait_queue import Turnstile
 
 T = TypeVar("T")
 

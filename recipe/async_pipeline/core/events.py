@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .clock import Clock
+from .waits.clock import Clock
 
 Interval = tuple[float, float]
 """Start and end in seconds of the log's time, start < end."""

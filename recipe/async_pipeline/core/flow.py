@@ -33,26 +33,26 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .background import BackgroundWork
-from .cancellation import no_stray_cancellation
 from .channel import Channel
-from .clock import Clock, LoopClock
-from .degradation import Change, Level, StepDown
 from .events import EventLog, Guard, unguarded
-from .fates import FateRegister, Settlement
 from .flow_state import FlowState
 from .graph import graph_of, insert_role, role_class
-from .items import Publication
-from .ledger import Ledger
+from .groups.fates import FateRegister, Settlement
+from .groups.items import Publication
+from .groups.ledger import Ledger
+from .lag.degradation import Change, Level, StepDown
+from .lag.staleness import Versions
 from .pools import DevicePool, PoolSet
-from .progress import Excused
-from .retry import CheckpointTimes
 from .schedule import synchronous
 from .stage import RoleStateMachine, create_role_state_machine
-from .staleness import Versions
 from .state_machine import TERMINAL, StageState
 from .trainer_protocol import PipelineTrainer
-from .wait_graph import Holders
+from .waits.background import BackgroundWork
+from .waits.cancellation import no_stray_cancellation
+from .waits.clock import Clock, LoopClock
+from .waits.progress import Excused
+from .waits.retry import CheckpointTimes
+from .waits.wait_graph import Holders
 
 KEPT_PUBLICATIONS = 1000
 """Number of weight updates that are kept for the medians of the summary; `events.jsonl` has all of them."""

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .items import Group
-from .ledger import LedgerState
+from .groups.items import Group
+from .groups.ledger import LedgerState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import LeaseError
-from .clock import Clock, LoopClock
-from .wait_graph import Holders
-from .wait_queue import Turnstile
+from .waits.clock import Clock, LoopClock
+from .waits.wait_graph import Holders
+from .waits.wait_queue import Turnstile
 
 
 @dataclass(frozen=True)

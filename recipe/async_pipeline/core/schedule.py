@@ -21,9 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from .message_queue import MessageQueue
-from .staleness import Versions
-from .untrained_groups import Order, Straggler
+from .groups.message_queue import MessageQueue
+from .groups.untrained_groups import Order, Straggler
+from .lag.staleness import Versions
 
 OldLogpSource = Literal["trainer", "logp_pool", "rollout"]
 """The source of a step's old log-probs: the trainer before the step, a copy that holds the last version

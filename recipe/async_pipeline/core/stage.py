@@ -20,29 +20,29 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..errors import ChannelClosed, ConfigError, StageProtocolError
-from .cancellation import no_stray_cancellation
 from .channel import Channel
-from .deadline import within
+from .lag.staleness import MADE_BY, VersionKind
 from .pools import DevicePool, Lease
-from .staleness import MADE_BY, VersionKind
 from .state_machine import TERMINAL, Event, StageState, StateMachine
+from .waits.cancellation import no_stray_cancellation
+from .waits.deadline import within
 
 if TYPE_CHECKING:
-    from .background import BackgroundWork
-    from .clock import Clock
-    from .degradation import Change, StepDown
     from .events import EventLog
-    from .fates import FateRegister
     from .flow_state import FlowState
-    from .items import Publication
-    from .ledger import Ledger
-    from .message_queue import MessageQueue
-    from .progress import Excused
-    from .retry import CheckpointTimes
+    from .groups.fates import FateRegister
+    from .groups.items import Publication
+    from .groups.ledger import Ledger
+    from .groups.message_queue import MessageQueue
+    from .lag.degradation import Change, StepDown
+    from .lag.staleness import Versions
     from .schedule import Schedule
-    from .staleness import Versions
     from .trainer_protocol import PipelineTrainer
-    from .wait_graph import Holders
+    from .waits.background import BackgroundWork
+    from .waits.clock import Clock
+    from .waits.progress import Excused
+    from .waits.retry import CheckpointTimes
+    from .waits.wait_graph import Holders
 
 T = TypeVar("T")
 R = TypeVar("R", bound="type[RoleStateMachine]")

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from .degradation import Caution, Change
 from .flow_state import FlowState
-from .items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch
-from .recall import Recall
+from .groups.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch
+from .groups.recall import Recall
+from .lag.degradation import Caution, Change
 from .schedule import Schedule
 
 

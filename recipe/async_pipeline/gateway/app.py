@@ -33,7 +33,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ..core.deadline import within
+from ..core.waits.deadline import within
 from ..errors import RequestRefused, WaitTimeout
 from .claims import Claims
 from .dialects import COUNTING, DIALECTS

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 from uuid import uuid4
 
-from ..core.token_spans import TokenSpan
+from ..core.lag.token_spans import TokenSpan
 from ..errors import RequestRefused
 from .conversation import Message, identities, identity
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import uvicorn
 
-from ..core.deadline import within
+from ..core.waits.deadline import within
 
 HOST = "127.0.0.1"
 START_S = 30.0

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-from ..core.bad_data import is_round
 from ..core.events import LogRecord
-from ..core.retry import Retry
+from ..core.groups.bad_data import is_round
+from ..core.waits.retry import Retry
 from ..errors import ConservationError, StalenessViolation
 from ..redaction import without_secrets
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ..core.bad_data import is_round
-from ..core.retry import Retry
+from ..core.groups.bad_data import is_round
+from ..core.waits.retry import Retry
 from .observers import Observers, short_text
 
 PATIENCE_S = 20.0

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from ..core.diagnosis import Diagnosis
+from ..core.waits.diagnosis import Diagnosis
 from ..redaction import without_secrets
 
 LOOKS = 8

@@ -12,9 +12,9 @@ The reward function runs elsewhere: `verl_bridge/reward/executor.py` has its lim
 
 from __future__ import annotations
 
-from ..core.items import StepBatch
+from ..core.groups.items import StepBatch
+from ..core.lag.staleness import VersionKind
 from ..core.stage import RoleStateMachine, register_role
-from ..core.staleness import VersionKind
 
 
 @register_role("logp")

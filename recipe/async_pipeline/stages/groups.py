@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ..core.concurrent_stage import ConcurrentStage
-from ..core.items import Admission, Group, Prompt, PromptBatch, StepBatch
+from ..core.groups.items import Admission, Group, Prompt, PromptBatch, StepBatch
 from ..core.stage import RoleStateMachine, register_role
 from ..errors import ConservationError, StageProtocolError
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..core.items import StepBatch
+from ..core.groups.items import StepBatch
 from ..core.stage import Pipeline, RoleStateMachine, register_role
 
 ARENAS = 2

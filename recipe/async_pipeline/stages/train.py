@@ -15,14 +15,14 @@ import asyncio
 from collections.abc import Mapping
 from typing import cast, get_args
 
-from ..core.bad_data import skipped_update
-from ..core.degradation import Level
-from ..core.fates import NotTrained
 from ..core.flow_state import FlowState
-from ..core.items import StepBatch
+from ..core.groups.bad_data import skipped_update
+from ..core.groups.fates import NotTrained
+from ..core.groups.items import StepBatch
+from ..core.lag.degradation import Level
+from ..core.lag.staleness import check_lag
+from ..core.lag.token_ages import masked, oldest_trained
 from ..core.stage import RoleStateMachine, register_role
-from ..core.staleness import check_lag
-from ..core.token_ages import masked, oldest_trained
 
 
 @register_role("train")

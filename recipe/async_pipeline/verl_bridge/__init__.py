@@ -5,6 +5,6 @@ Importing it imports neither. In the process of a rollout server, it starts to l
 background, which takes seconds; see `rollout/prefork.py`.
 """
 
-from .rollout import prefork
+from .cpu import prefork
 
 prefork.begin()

@@ -125,14 +125,14 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.trainer.ppo.v1.trainer_base",
             "get_seqlen_balanced_partitions",
-            "trainer.balancing:balanced_partitions",
+            "trainer.batches.balancing:balanced_partitions",
             why="verl sorts tensors of one element each: 7.9 s for 16,384 responses, 0.0 s as numbers",
             remove_when="verl sorts numbers",
         ),
         Replacement(
             "verl.trainer.ppo.v1.trainer_base",
             "compute_advantage_for_multi_trajectories",
-            "trainer.advantages:session_advantages",
+            "trainer.batches.advantages:session_advantages",
             why="verl reads the advantage of a session from a token that may be masked",
             remove_when="verl takes the advantage from the score of the session",
         ),
@@ -206,7 +206,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.experimental.agent_loop.agent_loop",
             "create_continuous_token_builder",
-            "agent_loop.prompt_tokens:created_once",
+            "agent_loop.tokens.prompt_tokens:created_once",
             why="verl creates the builder of chat templates for each response",
             remove_when="verl creates it once for a worker",
             wraps=True,
@@ -214,7 +214,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.experimental.agent_loop.agent_loop",
             "AgentLoopBase.ct_build_initial_tokens",
-            "agent_loop.prompt_tokens:tokenized_once",
+            "agent_loop.tokens.prompt_tokens:tokenized_once",
             why="verl tokenizes the prompt for each response of its group",
             remove_when="verl tokenizes a prompt once",
             wraps=True,
@@ -222,7 +222,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.experimental.agent_loop.agent_loop",
             "AgentLoopBase.ct_merge_assistant_token",
-            "agent_loop.prompt_tokens:merge_assistant_token",
+            "agent_loop.tokens.prompt_tokens:merge_assistant_token",
             why="verl appends the tokens of a turn in a thread, which costs 0.1 ms to wake",
             remove_when="verl does so on the event loop",
         ),
@@ -255,7 +255,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.experimental.agent_loop.tool_agent_loop",
             "ToolAgentLoop._call_tool",
-            "agent_loop.tool_calls:limited",
+            "agent_loop.episodes.tool_calls:limited",
             why="verl waits for a tool for as long as it takes, and a tool that calls exit() ends the worker",
             remove_when="verl has a deadline for tools",
             wraps=True,
@@ -263,7 +263,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.tools.function_tool",
             "FunctionTool.call",
-            "agent_loop.tool_calls:call_function",
+            "agent_loop.episodes.tool_calls:call_function",
             why="verl calls functions in the few threads of its loop, so that some that hang stop all others",
             remove_when="verl calls each in a separate thread",
         ),
@@ -309,7 +309,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "vllm.v1.engine.utils",
             "get_mp_context",
-            "rollout.prefork:forking",
+            "cpu.prefork:forking",
             why="vLLM spawns its engine core, whose imports take seconds; the fork server has made them",
             remove_when="vLLM takes the context of its processes from a setting",
             wraps=True,
@@ -387,7 +387,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "sglang.srt.entrypoints.engine",
             "mp",
-            "rollout.prefork:forking_module",
+            "cpu.prefork:forking_module",
             why="SGLang spawns its processes, whose imports take seconds; the fork server has made them",
             remove_when="SGLang takes the context of its processes from a setting",
             wraps=True,

@@ -18,7 +18,7 @@ from recipe.async_pipeline.config.keys.misplaced import SWITCHES
 from recipe.async_pipeline.config.keys.translation import Translation, is_enabled, resolve
 from recipe.async_pipeline.config.knobs.schema import AsyncPipelineConfig, canonical_strategy, knob_paths
 from recipe.async_pipeline.config.paths import MODE, OWN, PATCH_FREE, select
-from recipe.async_pipeline.core.bad_data import POLICIES, Policies
+from recipe.async_pipeline.core.groups.bad_data import POLICIES, Policies
 from recipe.async_pipeline.errors import ConfigError
 from tests.fakes.alias_values import LOSS, UNDERSTOOD, assert_one_line, nested, own
 from tests.refusals import read_cases

@@ -19,8 +19,8 @@ from recipe.async_pipeline.lab.bench.checkpoint import (
     figures,
     overrides_of,
 )
+from recipe.async_pipeline.lab.bench.measuring.spans import MeasuredSpan
 from recipe.async_pipeline.lab.bench.runner import JobFailed
-from recipe.async_pipeline.lab.bench.spans import MeasuredSpan
 
 
 def saved(step: int, stall_s: float = 0.1, mib: float = 8) -> MeasuredSpan:

@@ -23,9 +23,9 @@ from recipe.async_pipeline.lab.bench.control_plane import (
     largest_batch,
     overrides_of,
 )
+from recipe.async_pipeline.lab.bench.measuring.spans import MeasuredSpan
+from recipe.async_pipeline.lab.bench.measuring.usage import Usage
 from recipe.async_pipeline.lab.bench.runner import JobFailed
-from recipe.async_pipeline.lab.bench.spans import MeasuredSpan
-from recipe.async_pipeline.lab.bench.usage import Usage
 
 LAG = {"p50": 0.001, "p99": 0.004, "max": 0.02, "own_p50": 0.0, "own_p99": 0.002, "own_max": 0.01}
 LOAD = JobSize(groups=4, answers=2, replicas=3, steps=2, lag=1, filtered=0.5, answer_s=0.1, workers=1)

@@ -15,7 +15,9 @@ from omegaconf import OmegaConf
 
 from recipe.async_pipeline.lab import job
 from recipe.async_pipeline.lab.bench import runner
-from recipe.async_pipeline.lab.bench.arms import ARMS
+from recipe.async_pipeline.lab.bench.inputs.arms import ARMS
+from recipe.async_pipeline.lab.bench.inputs.waits import LognormalWait
+from recipe.async_pipeline.lab.bench.inputs.workload import EpisodeWorkload, Workload, load
 from recipe.async_pipeline.lab.bench.runner import (
     Job,
     JobFailed,
@@ -24,8 +26,6 @@ from recipe.async_pipeline.lab.bench.runner import (
     overrides_of,
     run_job,
 )
-from recipe.async_pipeline.lab.bench.waits import LognormalWait
-from recipe.async_pipeline.lab.bench.workload import EpisodeWorkload, Workload, load
 
 
 def test_arms_take_turns(tmp_path: Path) -> None:
@@ -179,7 +179,10 @@ def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
 def test_a_workload_of_images_has_the_task_its_loop_and_its_judge(tmp_path: Path) -> None:
     lines = overrides_of(job_in(tmp_path, "one_step_off"), load("image"), 7)
     assert lines[0] == "+task=image", "before the overrides that change its values"
-    assert "++reward.custom_reward_function.path='pkg://recipe.async_pipeline.lab.bench.image_judge'" in lines
+    assert (
+        "++reward.custom_reward_function.path='pkg://recipe.async_pipeline.lab.bench.inputs.image_judge'"
+        in lines
+    )
     assert "++actor_rollout_ref.rollout.agent.default_agent_loop='diffusion'" in lines
     agents: Any = OmegaConf.load(tmp_path / "agents.yaml")
     assert OmegaConf.to_container(agents) == [{"name": "diffusion", "_target_": runner.IMAGE_LOOP}]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.lab.bench import weight_sync_jobs
-from recipe.async_pipeline.lab.bench.arms import SGLANG_BACKEND
+from recipe.async_pipeline.lab.bench.inputs.arms import SGLANG_BACKEND
 from recipe.async_pipeline.lab.bench.weight_sync_jobs import (
     WARMUP,
     WAYS,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.cli import main
-from recipe.async_pipeline.lab.bench.arms import ARMS, arms_of_engine
-from recipe.async_pipeline.lab.bench.measure import Measured
+from recipe.async_pipeline.lab.bench.inputs.arms import ARMS, arms_of_engine
+from recipe.async_pipeline.lab.bench.measuring.measure import Measured
 from recipe.async_pipeline.lab.bench.runner import Job, JobFailed
 from recipe.async_pipeline.lab.cli import bench as command
 from tests.fakes.bench_results import ONE

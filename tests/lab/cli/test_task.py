@@ -15,8 +15,8 @@ import pytest
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.lab.cli import task
 from recipe.async_pipeline.lab.tasks.build import Spec, Toy, ToyMeasurements, ToySpec
-from recipe.async_pipeline.lab.tasks.image_build import ImageSpec
-from recipe.async_pipeline.lab.tasks.image_model import FluxModelSpec
+from recipe.async_pipeline.lab.tasks.image_task.image_build import ImageSpec
+from recipe.async_pipeline.lab.tasks.image_task.image_model import FluxModelSpec
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_the_command_loads_without_the_heavy_libraries() -> None:
 
 def test_the_lake(requested: list[tuple[object, Path]], tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
-    from recipe.async_pipeline.lab.tasks.lake_build import LakeSpec
+    from recipe.async_pipeline.lab.tasks.lake_task.lake_build import LakeSpec
     from recipe.async_pipeline.lab.tasks.model import ModelSpec
 
     assert run("make", "--task", "lake", "--dir", str(tmp_path), "--untied", "--seed", "2") == 0
@@ -113,7 +113,7 @@ def test_the_lake(requested: list[tuple[object, Path]], tmp_path: Path) -> None:
 def test_images(
     requested: list[tuple[object, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe.async_pipeline.lab.tasks.image_build import ImageSpec
+    from recipe.async_pipeline.lab.tasks.image_task.image_build import ImageSpec
 
     monkeypatch.setattr(task, "find_spec", lambda name: name)
     assert run("make", "--task", "image", "--dir", str(tmp_path), "--seed", "2") == 0

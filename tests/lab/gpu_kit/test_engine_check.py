@@ -14,7 +14,7 @@ import torch
 from recipe.async_pipeline.lab.gpu_kit import engine_check
 from recipe.async_pipeline.lab.gpu_kit.engine_check import VERSIONS, main, saying
 from recipe.async_pipeline.lab.tasks.untrained import main as save_untrained
-from recipe.async_pipeline.tools.report.wording import ENGINE_LINE
+from recipe.async_pipeline.tools.report.drawing.wording import ENGINE_LINE
 
 
 def options(folder: Path, *models: str, ranks: int = 2) -> list[str]:

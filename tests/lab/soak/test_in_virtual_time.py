@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import pytest
 
-from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.flow_state import FlowState
-from recipe.async_pipeline.core.items import Group, LoadReport, Prompt, Publication
+from recipe.async_pipeline.core.groups.items import Group, LoadReport, Prompt, Publication
+from recipe.async_pipeline.core.lag.degradation import Caution
 from recipe.async_pipeline.lab.event_audit import audit_events
 from recipe.async_pipeline.tools.ledger.audit import audit, valid
 from recipe.async_pipeline.weight_sync.fleet.fleet import Fleet

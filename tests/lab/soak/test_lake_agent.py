@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.agents.commands import environment, run_command
 from recipe.async_pipeline.agents.frozen_lake import ACTIONS, MOVES, board_of
+from recipe.async_pipeline.agents.processes.commands import environment, run_command
 from recipe.async_pipeline.lab.soak import lake_agent
 from tests import REPOSITORY
 from tests.fakes.agent_policy import LIMITS, FakePolicy

@@ -16,7 +16,7 @@ from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.installed import verl
 from recipe.async_pipeline.installed.patch_state import patches_dir
 from recipe.async_pipeline.tools.cli import doctor
-from recipe.async_pipeline.tools.cli.finding import Finding, as_line
+from recipe.async_pipeline.tools.cli.findings.finding import Finding, as_line
 from recipe.async_pipeline.tools.contract import compare
 from recipe.async_pipeline.tools.patches import series, verl_source
 from recipe.async_pipeline.tools.patches.unified_diff import format_diff

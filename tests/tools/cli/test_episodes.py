@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import main
-from recipe.async_pipeline.observe.agent_output import KeptOutput
+from recipe.async_pipeline.observe.run_directory.agent_output import KeptOutput
 from recipe.async_pipeline.tools.cli.episodes import OTHER_OUTPUTS, in_words
-from recipe.async_pipeline.tools.report.episodes import EpisodeRecord, EpisodesRead, TextPart
+from recipe.async_pipeline.tools.report.figures.episodes import EpisodeRecord, EpisodesRead, TextPart
 from tests.fakes.ledgers import whole, write
 
 

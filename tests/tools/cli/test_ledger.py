@@ -10,7 +10,12 @@ import pytest
 
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.observe.agent_output import FOLDER, MAX_FILES, AgentOutputFolder, FailedAttempt
+from recipe.async_pipeline.observe.run_directory.agent_output import (
+    FOLDER,
+    MAX_FILES,
+    AgentOutputFolder,
+    FailedAttempt,
+)
 from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.fakes.ledgers import resumed, trained_again, whole, write
 

@@ -17,9 +17,9 @@ import pytest
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 from recipe.async_pipeline.observe.table import map_coverage, percent
-from recipe.async_pipeline.tools.report.data import data_of
+from recipe.async_pipeline.tools.report.figures.data import data_of
+from recipe.async_pipeline.tools.report.figures.run_reader import read_run
 from recipe.async_pipeline.tools.report.page import figures_of
-from recipe.async_pipeline.tools.report.run_reader import read_run
 from tests import HANG_S
 from tests.observe.run_folder import RecordedTrainer, write_run
 from tests.tools.report.pages import check

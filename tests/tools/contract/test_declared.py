@@ -301,9 +301,9 @@ def test_an_undeclared_member_would_be_found(
 
 IN_AN_ENGINE: Mapping[str, str] = {
     "verl_bridge/rollout/vllm/worker.py": "vllm.v1.worker.worker_base:WorkerBase",
-    "lab/bench/jobs/weight_sync_worker.py": "vllm.v1.worker.worker_base:WorkerBase",
+    "lab/bench/jobs/weight_updates/weight_sync_worker.py": "vllm.v1.worker.worker_base:WorkerBase",
     "verl_bridge/rollout/sglang/scheduler.py": "sglang.srt.managers.scheduler:Scheduler",
-    "lab/bench/jobs/sglang_steps.py": "sglang.srt.managers.scheduler:Scheduler",
+    "lab/bench/jobs/weight_updates/sglang_steps.py": "sglang.srt.managers.scheduler:Scheduler",
 }
 """Files with classes that become part of a class of an engine: what they take from `self` is that class's."""
 

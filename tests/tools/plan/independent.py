@@ -12,8 +12,8 @@ from typing import Any
 
 import simpy
 
-from recipe.async_pipeline.tools.plan.draws import AnswerCost, Draws
-from recipe.async_pipeline.tools.plan.trainer import Setting
+from recipe.async_pipeline.tools.plan.simulated.draws import AnswerCost, Draws
+from recipe.async_pipeline.tools.plan.simulated.trainer import Setting
 
 Steps = Generator[Any, Any, Any]
 

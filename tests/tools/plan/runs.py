@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_pipeline.config.derived.settings_file import as_settings
-from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import EventLog
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
-from recipe.async_pipeline.core.items import Group, Prompt
-from recipe.async_pipeline.core.recall import Recall
-from recipe.async_pipeline.tools.plan.draws import GroupCost
-from recipe.async_pipeline.tools.plan.trainer import Setting, SimulatedTrainer
+from recipe.async_pipeline.core.groups.items import Group, Prompt
+from recipe.async_pipeline.core.groups.recall import Recall
+from recipe.async_pipeline.core.waits.clock import run_virtual
+from recipe.async_pipeline.tools.plan.simulated.draws import GroupCost
+from recipe.async_pipeline.tools.plan.simulated.trainer import Setting, SimulatedTrainer
 
 
 class LoggingTrainer(SimulatedTrainer):

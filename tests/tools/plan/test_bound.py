@@ -19,7 +19,7 @@ from recipe.async_pipeline.tools.plan.bound import (
 from recipe.async_pipeline.tools.plan.distribution import Lognormal
 from recipe.async_pipeline.tools.plan.profile import Answers, Batch, Decode, Stage, Stages, Sync
 from recipe.async_pipeline.tools.plan.search import synchronous
-from recipe.async_pipeline.tools.plan.simulation import simulate
+from recipe.async_pipeline.tools.plan.simulated.simulation import simulate
 from tests.tools.plan.workloads import profile, random_profile, setting
 
 

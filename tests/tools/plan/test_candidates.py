@@ -9,7 +9,7 @@ import pytest
 from recipe.async_pipeline.tools.plan.candidates import MEASURED_STEPS, candidates_of, measured_steps
 from recipe.async_pipeline.tools.plan.layout import fits, pools_of
 from recipe.async_pipeline.tools.plan.profile import Answers, Batch, Profile, Stage, Stages
-from recipe.async_pipeline.tools.plan.simulation import LEAST_STEPS
+from recipe.async_pipeline.tools.plan.simulated.simulation import LEAST_STEPS
 from tests.tools.plan.workloads import LONG_TAIL
 
 

@@ -10,7 +10,7 @@ import pytest
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.tools.plan.profile import Stage, Stages
 from recipe.async_pipeline.tools.plan.run_log import read_run
-from recipe.async_pipeline.tools.plan.simulation import simulate
+from recipe.async_pipeline.tools.plan.simulated.simulation import simulate
 from tests.tools.plan.runs import write_run
 from tests.tools.plan.workloads import profile, setting
 

@@ -22,8 +22,8 @@ from recipe.async_pipeline.tools.plan.search import (
     plan,
     synchronous,
 )
-from recipe.async_pipeline.tools.plan.simulation import SimulatedRun, TooSlow, simulate
-from recipe.async_pipeline.tools.plan.trainer import Setting
+from recipe.async_pipeline.tools.plan.simulated.simulation import SimulatedRun, TooSlow, simulate
+from recipe.async_pipeline.tools.plan.simulated.trainer import Setting
 from tests.tools.plan.workloads import LONG_TAIL, TRAINING
 
 

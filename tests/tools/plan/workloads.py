@@ -12,7 +12,7 @@ from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.tools.plan.distribution import Lognormal
 from recipe.async_pipeline.tools.plan.layout import knobs_of
 from recipe.async_pipeline.tools.plan.profile import Answers, Batch, Decode, Profile, Stage, Stages, Sync
-from recipe.async_pipeline.tools.plan.trainer import Setting
+from recipe.async_pipeline.tools.plan.simulated.trainer import Setting
 
 
 def profile(**changes: Any) -> Profile:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipe.async_pipeline.core.bound import LoopCosts
-from recipe.async_pipeline.observe.accounting import Accounting, PoolAccount, StepAccount
+from recipe.async_pipeline.core.lag.bound import LoopCosts
+from recipe.async_pipeline.observe.account.accounting import Accounting, PoolAccount, StepAccount
 from recipe.async_pipeline.tools.report.advice_model import Facts, facts_of
-from recipe.async_pipeline.tools.report.data import RunData
+from recipe.async_pipeline.tools.report.figures.data import RunData
 
 STEPS = 10
 Pools = Mapping[str, tuple[int, Mapping[str, float]]]

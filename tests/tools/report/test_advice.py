@@ -11,7 +11,7 @@ import pytest
 from recipe.async_pipeline.tools.report import advice
 from recipe.async_pipeline.tools.report.advice import advise
 from recipe.async_pipeline.tools.report.advice_model import Advice, Facts
-from recipe.async_pipeline.tools.report.series import Series
+from recipe.async_pipeline.tools.report.drawing.series import Series
 from tests.tools.report.accounts import Pools, facts_for, run_of, work
 
 RULE_NAMES = {"separate_pool": "pool_of_its_own"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.async_pipeline.core.bound import LoopCosts
+from recipe.async_pipeline.core.lag.bound import LoopCosts
 from recipe.async_pipeline.tools.report.advice_model import Advice, Model, facts_of
 from tests.tools.report.accounts import facts_for, run_of, work
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.observe.agent_output import KeptOutput
+from recipe.async_pipeline.observe.run_directory.agent_output import KeptOutput
 from recipe.async_pipeline.tools.report import episode_page as module
 from recipe.async_pipeline.tools.report.episode_page import MAX_PART, episode_page
-from recipe.async_pipeline.tools.report.episodes import EpisodeRecord, EpisodesRead, TextPart
+from recipe.async_pipeline.tools.report.figures.episodes import EpisodeRecord, EpisodesRead, TextPart
 from tests.tools.report.pages import Page, check
 
 RUN = Path("runs", "lake")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.observe.accounting import Accounting
-from recipe.async_pipeline.tools.report.data import RunData, data_of
+from recipe.async_pipeline.observe.account.accounting import Accounting
+from recipe.async_pipeline.tools.report.figures.data import RunData, data_of
+from recipe.async_pipeline.tools.report.figures.run_reader import read_run
 from recipe.async_pipeline.tools.report.page import advice_list, figures_of, run_page
-from recipe.async_pipeline.tools.report.run_reader import read_run
 from tests.observe.run_folder import RecordedTrainer, write_run
 from tests.tools.report.pages import check
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from recipe.async_pipeline.tools.report.data import Published, RunData
+from recipe.async_pipeline.tools.report.drawing.series import Series
+from recipe.async_pipeline.tools.report.figures.data import Published, RunData
 from recipe.async_pipeline.tools.report.sections import (
     fates,
     freshness,
@@ -15,7 +16,6 @@ from recipe.async_pipeline.tools.report.sections import (
     publications,
     step_chart,
 )
-from recipe.async_pipeline.tools.report.series import Series
 from tests.tools.report.accounts import run_of, work
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from recipe.async_pipeline.core.replay import busy_intervals
 from recipe.async_pipeline.errors import RunFilesError
-from recipe.async_pipeline.observe.event_file import read_events
+from recipe.async_pipeline.observe.run_directory.event_file import read_events
 from recipe.async_pipeline.tools.report.trace import MAX_FLOWS, trace_events, write_trace
 from recipe.async_pipeline.tools.report.trace_episodes import TraceEvent
 from tests import HANG_S, REPOSITORY

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
-from recipe.async_pipeline.core.items import Trajectory
-from recipe.async_pipeline.core.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import Trajectory
+from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.errors import RolloutError
 from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, counted, trajectory_of
-from recipe.async_pipeline.verl_bridge.agent_loop.episode import Attempt, EpisodeLimits
-from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import TURNS
+from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import Attempt, EpisodeLimits
+from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import TURNS
 
 TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
 ATTEMPT = Attempt(2, EpisodeLimits(EpisodeRules.of(2, EndPolicies())))

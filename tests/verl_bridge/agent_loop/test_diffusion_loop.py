@@ -104,7 +104,7 @@ def test_samples_of_a_prompt_share_a_window(module: ModuleType, monkeypatch: pyt
 
 def test_a_transcript_is_not_kept(module: ModuleType, monkeypatch: pytest.MonkeyPatch, load: Load) -> None:
     """An output that is recalled from one would have no latents."""
-    partial = load("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
+    partial = load("recipe.async_pipeline.verl_bridge.agent_loop.tokens.partial_rollouts")
     client = Client()
     monkeypatch.setattr(module, "current_attempt", object)
     recording = partial.RecordingClient(client, partial.Transcript())

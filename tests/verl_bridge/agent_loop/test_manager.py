@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from recipe.async_pipeline.core.recall import Recall
+from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.errors import RolloutError
 from tests import HANG_S
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from ray.exceptions import RayTaskError
 
-from recipe.async_pipeline.core.bad_data import Flaw, Policies
-from recipe.async_pipeline.core.token_spans import spans_of
+from recipe.async_pipeline.core.groups.bad_data import Flaw, Policies
+from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.errors import RewardError
-from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import ResponseTurn
+from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import ResponseTurn
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine

@@ -23,7 +23,7 @@ from recipe.async_pipeline.verl_bridge.calls.control_calls import (
     control,
     server_actor,
 )
-from recipe.async_pipeline.verl_bridge.rollout import prefork
+from recipe.async_pipeline.verl_bridge.cpu import prefork
 from tests import HANG_S
 from tests.fakes.ray_nodes import start_ray
 

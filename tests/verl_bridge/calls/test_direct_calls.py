@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 
-from recipe.async_pipeline.agents.commands import run_command
-from recipe.async_pipeline.agents.sandbox import Sandbox, reason_without
+from recipe.async_pipeline.agents.processes.commands import run_command
+from recipe.async_pipeline.agents.processes.sandbox import Sandbox, reason_without
 from recipe.async_pipeline.verl_bridge.calls import direct_calls
 from recipe.async_pipeline.verl_bridge.calls.direct_calls import (
     Address,

@@ -18,8 +18,8 @@ import pytest
 from pebble import ProcessPool
 
 from recipe.async_pipeline import redaction
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.deadline import ABANDONED
+from recipe.async_pipeline.core.waits.clock import run_virtual
+from recipe.async_pipeline.core.waits.deadline import ABANDONED
 from recipe.async_pipeline.errors import ConfigError, RewardError
 from recipe.async_pipeline.verl_bridge.reward import executor
 from recipe.async_pipeline.verl_bridge.reward.executor import (

@@ -14,11 +14,11 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.token_spans import spans_of
+from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import VersionNotServed
-from recipe.async_pipeline.verl_bridge.agent_loop.episode import episode_with, kept_turns
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
+from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import episode_with, kept_turns
+from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode_attempts import Episodes
 from recipe.async_pipeline.verl_bridge.rollout.router import Router
 
 pytestmark = pytest.mark.real_engine
@@ -458,7 +458,7 @@ def test_waiting_requests_wait_for_the_return_of_a_replica_that_dies(module: Mod
 
 def recorded_request(module: ModuleType, tokens: list[int], stop: str | None) -> Any:
     return importlib.import_module(
-        "recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts"
+        "recipe.async_pipeline.verl_bridge.agent_loop.tokens.partial_rollouts"
     ).RecordedRequest([1], tokens, [-0.5] * len(tokens), spans_of([[3, 0]]), stop, "replica 0")
 
 
@@ -471,7 +471,9 @@ async def resumed(
 ) -> tuple[list[Any], Any, list[Any]]:
     """Return the outputs for some prompts, the transcript after them, and the requests to servers."""
     params = params or {"temperature": 0.5}
-    transcripts = importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
+    transcripts = importlib.import_module(
+        "recipe.async_pipeline.verl_bridge.agent_loop.tokens.partial_rollouts"
+    )
     requests: list[Any] = []
 
     async def respond() -> Any:
@@ -568,7 +570,9 @@ def test_only_tokens_that_another_process_can_use_are_recorded(
     module: ModuleType, params: dict[str, Any]
 ) -> None:
     """The ledger counts the recorded tokens as kept."""
-    transcripts = importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
+    transcripts = importlib.import_module(
+        "recipe.async_pipeline.verl_bridge.agent_loop.tokens.partial_rollouts"
+    )
     transcript = transcripts.Transcript()
     places: list[Any] = []
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.config.knobs.schema import FleetConfig
-from recipe.async_pipeline.observe.replica_requests import FOLDER
+from recipe.async_pipeline.observe.run_directory.replica_requests import FOLDER
 from recipe.async_pipeline.verl_bridge.rollout.elasticity import GROW_EVERY_S, LOOK_EVERY_S, Elasticity
 from tests.fakes.consumers import LOAD_S, RESTART_S, Replica, distribute, newcomer, publish
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from ray.exceptions import RayTaskError
 
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import LoadReport, Publication
+from recipe.async_pipeline.core.groups.items import LoadReport, Publication
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import LoadMode
 from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.core.groups.items import LoadReport
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import EngineDeadError, ProofError, WaitTimeout, WeightSyncError
 from recipe.async_pipeline.verl_bridge.calls.paced_starts import PER_TURN
 from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard

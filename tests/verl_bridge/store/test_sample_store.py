@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from recipe.async_pipeline.checkpoint import store as checkpoints
-from recipe.async_pipeline.core.items import Group, Trajectory
+from recipe.async_pipeline.core.groups.items import Group, Trajectory
 from recipe.async_pipeline.errors import CheckpointError
 from recipe.async_pipeline.verl_bridge import replaced
 from tests.conftest import Load
@@ -472,7 +472,7 @@ def test_a_resumed_step_trains_the_tokens_of_the_undisturbed_one(
     import torch
     from omegaconf import OmegaConf
 
-    from recipe.async_pipeline.core.items import Trajectory
+    from recipe.async_pipeline.core.groups.items import Trajectory
 
     base = load("verl.trainer.ppo.v1.trainer_base")
     monkeypatch.setattr(base, "tq", queue)

@@ -14,7 +14,7 @@ import pytest
 
 from recipe.async_pipeline.checkpoint.store import verify
 from recipe.async_pipeline.core.flow_state import FlowState
-from recipe.async_pipeline.core.items import Group
+from recipe.async_pipeline.core.groups.items import Group
 from recipe.async_pipeline.errors import CheckpointError
 from tests.fakes.lives import Life
 from tests.fakes.trainer import SimTrainer

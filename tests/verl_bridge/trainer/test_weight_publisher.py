@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Publication
+from recipe.async_pipeline.core.groups.items import Publication
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from tests.conftest import Load
 
 

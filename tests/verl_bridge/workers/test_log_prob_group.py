@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from ray.exceptions import ActorDiedError
 
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 
 pytestmark = pytest.mark.real_engine
 

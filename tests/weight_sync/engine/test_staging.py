@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import StagingError, WeightSyncError
 from recipe.async_pipeline.weight_sync.engine.staging import POLL_S, StagingBoard, await_staged
 from recipe.async_pipeline.weight_sync.memory.board import Board

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.config.knobs.weight_sync import InFlightPolicy
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import (
     Loaded,

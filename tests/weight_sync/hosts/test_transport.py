@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.hosts.shares import Bucket
 from recipe.async_pipeline.weight_sync.hosts.transport import (

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.message_queue import share_of
+from ...core.groups.message_queue import share_of
 from ..knobs.schema import AsyncPipelineConfig
 from ..paths import select
 

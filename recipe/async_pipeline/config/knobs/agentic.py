@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from ...agents.environment import Isolation
 from ...agents.episodes import EndPolicies
 from ...agents.runners import is_function
-from ...core.bad_data import is_finite
+from ...core.groups.bad_data import is_finite
 from ...errors import ConfigError
 from ..paths import OWN, select
 from .fields import LONGEST_S, Bounds, Limit, Positive, Seconds, check_fields

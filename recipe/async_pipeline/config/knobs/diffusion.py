@@ -57,7 +57,7 @@ class DiffusionConfig:
                     )
 
     def denoising(self) -> dict[str, Any]:
-        """Return the arguments of `verl_bridge.workers.diffusion_model.Denoising`."""
+        """Return the arguments of `verl_bridge.workers.diffusion.diffusion_model.Denoising`."""
         within = None
         if self.sde_window_size is not None:
             end = self.num_inference_steps - 1 if self.sde_window_end is None else self.sde_window_end

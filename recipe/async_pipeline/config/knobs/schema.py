@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from ...core.bad_data import Policies, is_finite
-from ...core.untrained_groups import Straggler
+from ...core.groups.bad_data import Policies, is_finite
+from ...core.groups.untrained_groups import Straggler
 from ...errors import ConfigError
 from ...strategies import STRATEGIES
 from ..paths import OWN, hint

@@ -23,13 +23,13 @@ import torch
 from ...console import echo
 from ...errors import ConfigError
 from ...weight_sync.engine.copy_plan import Recorder
-from ...weight_sync.engine.standby_copy import StandbyCopy
+from ...weight_sync.engine.standby.standby_copy import StandbyCopy
 from ...weight_sync.memory.arena import ArenaReader, ArenaWriter, HeldBlock
 from ...weight_sync.memory.board import await_manifest
 from ...weight_sync.memory.manifest import Manifest
 from ..tables import render_spread, render_table, spread
-from .machine import machine
-from .outputs import check_outputs
+from .measuring.machine import machine
+from .results.outputs import check_outputs
 
 TENSOR_BYTES = 128 << 20
 """About the size of one matrix of a large model."""

@@ -23,12 +23,12 @@ from ...console import echo
 from ..options import options_of
 from ..tables import render_table
 from . import control_plane
-from .arms import hydra_overrides
-from .machine import machine
-from .outputs import add_logs_option, check_outputs, job_logs
+from .inputs.arms import hydra_overrides
+from .inputs.waits import LognormalWait
+from .measuring.machine import machine
+from .measuring.spans import MeasuredSpan, read_spans
+from .results.outputs import add_logs_option, check_outputs, job_logs
 from .runner import JobFailed, command_of, run_watched
-from .spans import MeasuredSpan, read_spans
-from .waits import LognormalWait
 
 SAVED, READ = "saved", "read"
 """Spans: checkpoints that were written, and read again after the run."""

@@ -28,18 +28,18 @@ from ...console import echo
 from ...errors import ConfigError
 from ..options import options_of
 from ..tables import percentile, render_table
-from .arms import hydra_overrides
-from .machine import machine
-from .outputs import add_logs_option, check_outputs, job_logs
+from .inputs.arms import hydra_overrides
+from .inputs.waits import LognormalWait
+from .measuring.machine import machine
+from .measuring.spans import MeasuredSpan, read_spans
+from .measuring.usage import Usage, cpu_between, foreign_cpu
+from .results.outputs import add_logs_option, check_outputs, job_logs
 from .runner import JobFailed, command_of, run_watched
-from .spans import MeasuredSpan, read_spans
-from .usage import Usage, cpu_between, foreign_cpu
-from .waits import LognormalWait
 
 PROMPT_TOKENS = 16
 """Longest prompt of an idle job."""
 ENTRY = "recipe.async_pipeline.lab.bench.jobs.control_plane_job"
-REWARD = "pkg://recipe.async_pipeline.lab.bench.spread_reward"
+REWARD = "pkg://recipe.async_pipeline.lab.bench.inputs.spread_reward"
 ENGINE = "ASYNC_PIPELINE_BENCH_ENGINE"
 """Environment variable: seed of the engines and distribution of their response times, as JSON."""
 SERVED, TRAINED, CHECK, LOOP, END = "served", "trained", "check", "loop", "end"

@@ -26,8 +26,8 @@ from ...errors import ConfigError
 from ...weight_sync.hosts.delta import apply, difference
 from ..tables import render_spread, render_table, spread
 from ..tasks.build import ToySpec, ensure_toy
-from .machine import machine
-from .outputs import check_outputs
+from .measuring.machine import machine
+from .results.outputs import check_outputs
 
 SMOKE_LR = 3.0e-4
 HIDDEN, LAYER_PARAMS, VOCABULARY = 512, 2_850_000, 8192

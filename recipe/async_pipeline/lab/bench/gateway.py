@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from ...console import echo
-from ...core.token_spans import spans_of
+from ...core.lag.token_spans import spans_of
 from ...errors import ConfigError
 from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said
 from ...gateway.registry import Sessions
 from ...gateway.sessions import Session, SessionLimits
 from ...gateway.turns import Form
-from .loop_lag import LagMeter
-from .machine import machine
-from .outputs import check_outputs
+from .measuring.loop_lag import LagMeter
+from .measuring.machine import machine
+from .results.outputs import check_outputs
 
 CLIENTS = "recipe.async_pipeline.lab.bench.gateway_clients"
 ANSWER = b"an answer of the policy"

@@ -16,9 +16,9 @@ from ...console import echo
 from ...errors import ConfigError
 from ..tables import render_table
 from ..tasks.build import ToySpec, ensure_toy
-from .arms import hydra_overrides
-from .machine import machine
-from .outputs import add_logs_option, check_outputs, job_logs
+from .inputs.arms import hydra_overrides
+from .measuring.machine import machine
+from .results.outputs import add_logs_option, check_outputs, job_logs
 from .runner import JobFailed, command_of, run_watched
 
 _OWN = "trainer.v1.async_pipeline"

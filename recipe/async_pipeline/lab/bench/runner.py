@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..job import JobProcess, last_error, under_watch, with_cpu_settings
-from .arms import ARMS, ENGINES, hydra_overrides
-from .measure import Measured, NotEnoughSteps, measure
-from .spans import POLL_S, REFERENCE, SPANS_DIR, read_spans
-from .usage import EVERY_S, PARTS, Usage, UsageMeter
-from .workload import CONFIGS, DEFAULT_RESPONSES, Workload
+from .inputs.arms import ARMS, ENGINES, hydra_overrides
+from .inputs.workload import CONFIGS, DEFAULT_RESPONSES, Workload
+from .measuring.measure import Measured, NotEnoughSteps, measure
+from .measuring.spans import POLL_S, REFERENCE, SPANS_DIR, read_spans
+from .measuring.usage import EVERY_S, PARTS, Usage, UsageMeter
 
 FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
 """Interval at which verl's replay buffer polls for finished responses: in a comparison, and as shipped."""

@@ -19,9 +19,9 @@ from ...errors import ConfigError
 from ...processes import SLOW_START, repeat_slow_start
 from ...weight_sync.memory.segment_names import PREFIX
 from ..job import with_cpu_settings
-from .host_memory import BLOCK
+from .inputs.workload import CONFIGS
+from .measuring.host_memory import BLOCK
 from .runner import JobFailed
-from .workload import CONFIGS
 
 PORT = 6399
 LIMIT_S = 120.0

@@ -20,12 +20,12 @@ import torch
 from ...console import echo
 from ...errors import ConfigError
 from ...weight_sync.memory.segment import create_segment
-from .arms import ENGINES
-from .machine import machine
-from .outputs import add_logs_option, check_outputs, job_logs
+from .inputs.arms import ENGINES
+from .measuring.machine import machine
+from .results.outputs import add_logs_option, check_outputs, job_logs
+from .results.weight_sync_table import STOCK, complete, table
 from .runner import JobFailed
 from .weight_sync_jobs import REQUESTS, WAYS, Engines, jobs_of, make_task, run_ways
-from .weight_sync_table import STOCK, complete, table
 
 LIMIT_BYTES = 256 << 20
 """Block size for the measurement of the machine's limits."""

@@ -18,14 +18,14 @@ import torch
 
 from ...console import echo
 from ..tasks.build import ToySpec, ensure_toy
-from .arms import ARMS, ENGINES, SGLANG_BACKEND, hydra_overrides
+from .inputs.arms import ARMS, ENGINES, SGLANG_BACKEND, hydra_overrides
+from .measuring.spans import SPANS_DIR, read_spans
+from .measuring.stalls import LIMITS, PUBLICATION, costs, summary
 from .runner import LOG, command_of, run_watched
-from .spans import SPANS_DIR, read_spans
-from .stalls import LIMITS, PUBLICATION, costs, summary
 from .two_hosts import TwoHosts
 
-ENTRY = "recipe.async_pipeline.lab.bench.jobs.weight_sync_job"
-TIMED = "recipe.async_pipeline.lab.bench.jobs.weight_sync_worker.TimedWorkerExtension"
+ENTRY = "recipe.async_pipeline.lab.bench.jobs.weight_updates.weight_sync_job"
+TIMED = "recipe.async_pipeline.lab.bench.jobs.weight_updates.weight_sync_worker.TimedWorkerExtension"
 WARMUP = 2
 """Weight updates of each way to skip: they touch the two arenas, or a standby copy, for the first time."""
 REQUESTS = 4

@@ -17,13 +17,13 @@ import msgspec
 from ...console import echo
 from ...errors import ConfigError
 from ..bench import arena, checkpoint, control_plane, delta, gateway, learning, weight_sync
-from ..bench.arms import ARMS, DEFAULT_ARMS, ENGINES, arms_of_engine, parse_arms
-from ..bench.measure import Measured
-from ..bench.outputs import check_outputs, job_logs
-from ..bench.picture import draw
-from ..bench.report import report, table
+from ..bench.inputs.arms import ARMS, DEFAULT_ARMS, ENGINES, arms_of_engine, parse_arms
+from ..bench.inputs.workload import Workload, load, names
+from ..bench.measuring.measure import Measured
+from ..bench.results.outputs import check_outputs, job_logs
+from ..bench.results.picture import draw
+from ..bench.results.report import report, table
 from ..bench.runner import Job, JobFailed, jobs_in_turns, run_job
-from ..bench.workload import Workload, load, names
 from ..tasks.build import Spec, ToySpec, ensure_toy
 
 _OTHERS: Mapping[str, tuple[Any, str]] = {
@@ -220,13 +220,13 @@ def _task_of(workload: Workload) -> Spec:
     """Return the data and the model of a workload."""
     if workload.task == "image":
         # Its parts need diffusers, an optional package.
-        from ..tasks.image_build import ImageSpec
+        from ..tasks.image_task.image_build import ImageSpec
 
         return ImageSpec()
     if workload.episode.environment is None:
         return ToySpec.of(seed=0, tied=True)
     # It needs gymnasium, an optional package.
-    from ..tasks.lake_build import LakeSpec
+    from ..tasks.lake_task.lake_build import LakeSpec
 
     return LakeSpec()
 

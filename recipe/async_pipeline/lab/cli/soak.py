@@ -18,8 +18,8 @@ from typing import Any, get_args
 
 from ...console import echo
 from ...errors import ConfigError
-from ..bench.arms import hydra_overrides
-from ..bench.workload import CONFIGS
+from ..bench.inputs.arms import hydra_overrides
+from ..bench.inputs.workload import CONFIGS
 from ..soak import judge, lake_agent, moods
 from ..soak.faults import FAULTS, SoakTask
 from ..soak.job import MARK, NOTICE_S, SoakJob, checkpoints_in, control_of, run_dir_in
@@ -27,7 +27,7 @@ from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
 from ..soak.surroundings import build_clock
 from ..tasks.build import Toy, ToySpec, ensure_toy
-from ..tasks.calculator_build import CalculatorSpec
+from ..tasks.calculator_task.calculator_build import CalculatorSpec
 
 ENGINES = ("vllm", "sglang")
 MIN_MINUTES = 1.0
@@ -151,7 +151,7 @@ def _task_of(name: SoakTask, say: Callable[[str], None]) -> Toy:
     root = Path(".cache/toy").resolve()
     if name in ("lake", "lake_agent"):
         # The only task that needs gymnasium, an optional package.
-        from ..tasks.lake_build import LakeSpec
+        from ..tasks.lake_task.lake_build import LakeSpec
 
         return ensure_toy(LakeSpec(), root, report=say)
     if name == "calculator":

@@ -81,18 +81,18 @@ def _spec_of(args: argparse.Namespace) -> Spec:
     """Return the parameters of the task that the arguments choose."""
     if args.task == "lake":
         # The only task that needs gymnasium, an optional package.
-        from recipe.async_pipeline.lab.tasks.lake_build import LakeSpec
+        from recipe.async_pipeline.lab.tasks.lake_task.lake_build import LakeSpec
 
         return LakeSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
     if args.task == "calculator":
-        from recipe.async_pipeline.lab.tasks.calculator_build import CalculatorSpec
+        from recipe.async_pipeline.lab.tasks.calculator_task.calculator_build import CalculatorSpec
 
         return CalculatorSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
     if args.task == "image":
         if find_spec("diffusers") is None:
             raise ConfigError("--task image requires diffusers; pip install async_pipeline[diffusion]")
-        from recipe.async_pipeline.lab.tasks.image_build import ImageSpec
-        from recipe.async_pipeline.lab.tasks.image_model import FluxModelSpec, ImageModelSpec
+        from recipe.async_pipeline.lab.tasks.image_task.image_build import ImageSpec
+        from recipe.async_pipeline.lab.tasks.image_task.image_model import FluxModelSpec, ImageModelSpec
 
         return ImageSpec(seed=args.seed, model=FluxModelSpec() if args.family == "flux" else ImageModelSpec())
     return ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe")

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...console import EXIT_OK, EXIT_OURS, echo
 from ...errors import ConfigError
 from ...processes import adopt_orphans
-from ..bench.machine import machine
+from ..bench.measuring.machine import machine
 from ..gpu_kit.catalogue import STEPS
 from ..gpu_kit.page import as_json, in_words, report_page
 from ..gpu_kit.steps import FAILED, PASSED, CheckStep, Options, lacking, run_steps

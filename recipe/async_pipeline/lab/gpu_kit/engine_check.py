@@ -113,7 +113,7 @@ class VllmCheck:
 
     async def publish(self, version: int) -> None:
         """Publish, load and prove a version."""
-        from ...core.items import LoadReport
+        from ...core.groups.items import LoadReport
         from ...verl_bridge.rollout.vllm.engine import progress_by_name
         from ...weight_sync.engine.staging import await_staged
         from ...weight_sync.engine.versioned_engine import Loaded

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ...tools.report.wording import ENGINE_LINE
+from ...tools.report.drawing.wording import ENGINE_LINE
 from ..job import JobProcess, last_error
 
 Status = Literal["passed", "failed", "not run"]

@@ -21,7 +21,7 @@ import psutil
 
 from ...processes import send_signal
 from ...weight_sync.memory.segment_names import SHM_DIR, open_own
-from ..bench.workload import CONFIGS
+from ..bench.inputs.workload import CONFIGS
 from ..job import with_cpu_settings
 from .job import ENGINES, SERVERS, START_S, RecordFields, SoakFailed, SoakJob, served
 from .misbehaviour import misbehave

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import AsyncPipelineError
 from ...processes import send_signal
-from ..bench.workload import CONFIGS
+from ..bench.inputs.workload import CONFIGS
 from ..job import FoundProcess, JobProcess, last_error, processes_with, under_watch, with_cpu_settings
 
 MARK = "ASYNC_PIPELINE_SOAK"

@@ -24,9 +24,9 @@ from recipe.async_pipeline.installed import engines, verl
 from recipe.async_pipeline.installed.patch_state import patches_dir, require_patched
 from recipe.async_pipeline.tools.patches import patched_tree, series, verl_source
 
-from .engine_findings import check_versions, examine_engines
-from .finding import Finding, as_line
-from .machine_findings import count_nvidia_devices, examine_machine
+from .findings.engine_findings import check_versions, examine_engines
+from .findings.finding import Finding, as_line
+from .findings.machine_findings import count_nvidia_devices, examine_machine
 
 if TYPE_CHECKING:
     from recipe.async_pipeline.tools.contract.compare import ContractProblem
@@ -121,7 +121,7 @@ def _engine_folder(text: str) -> Path:
 
 
 def _run_on_cluster(args: argparse.Namespace) -> int:
-    from .node_findings import examine_cluster, in_words
+    from .findings.node_findings import examine_cluster, in_words
 
     rows = examine_cluster(args.cluster, args.nodes)
     if args.json:

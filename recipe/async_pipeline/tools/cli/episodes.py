@@ -12,10 +12,10 @@ from itertools import groupby
 from pathlib import Path
 
 from ...console import echo
-from ...core.session_keys import episode_of
-from ...observe.agent_output import KeptOutput
+from ...core.groups.session_keys import episode_of
+from ...observe.run_directory.agent_output import KeptOutput
 from ..report.episode_page import episode_page
-from ..report.episodes import (
+from ..report.figures.episodes import (
     EpisodeRecord,
     EpisodesRead,
     TextPart,

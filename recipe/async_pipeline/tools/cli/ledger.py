@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...console import echo
-from ...observe.agent_output import MAX_FILES, KeptOutput, read_outputs
+from ...observe.run_directory.agent_output import MAX_FILES, KeptOutput, read_outputs
 from ..ledger.audit import Audit
 from ..ledger.file import NAME, audit_file
 

@@ -11,15 +11,15 @@ from typing import Any
 
 from ...console import echo
 from ...errors import AsyncPipelineError, RunFilesError
-from ...observe.step_account import summary_of
+from ...observe.account.step_account import summary_of
 from ...observe.table import map_coverage
 from ..report.advice import advise
 from ..report.advice_model import facts_of
 from ..report.compare import compare_page
-from ..report.data import RunData, changed_settings, data_of
+from ..report.drawing.schedule_picture import common_seconds, draw, window_of
+from ..report.figures.data import RunData, changed_settings, data_of
+from ..report.figures.run_reader import read_run
 from ..report.page import figures_of, run_page
-from ..report.run_reader import read_run
-from ..report.schedule_picture import common_seconds, draw, window_of
 from ..report.trace import write_trace
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.placement import Placement
 from ...console import echo
-from ...core.untrained_groups import Straggler
+from ...core.groups.untrained_groups import Straggler
 from ...errors import ConfigError
 from ..explain.run_plan import drawing
 from ..plan.bound import bound_terms, estimate_s
@@ -21,8 +21,8 @@ from ..plan.candidates import MEASURED_STEPS, WORK_BATCHES
 from ..plan.layout import Rejections, groups_of, knobs_of, placement_of, pools_of, smaller
 from ..plan.profile import Profile, load
 from ..plan.search import synchronous
-from ..plan.simulation import LEAST_STEPS, SimulatedRun, simulate
-from ..plan.trainer import Setting
+from ..plan.simulated.simulation import LEAST_STEPS, SimulatedRun, simulate
+from ..plan.simulated.trainer import Setting
 
 DEFAULT_STEPS = 50
 ENOUGH_ANSWERS = 150_000

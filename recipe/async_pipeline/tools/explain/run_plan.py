@@ -19,7 +19,7 @@ from ...config.derived.sample_store import StoreBudget, store_budget
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import select
 from ...config.placement import Placement
-from ...core.message_queue import share_of
+from ...core.groups.message_queue import share_of
 from .episode_plan import describe_episodes
 from .strategy_order import order_of
 from .training import describe_loss, describe_training

@@ -9,7 +9,7 @@
     no gap           record numbers have no gap; records that a resumed run made void are left out
     sums             what the run counted, in a step and at its end, is what its records add up to
 
-See `core.ledger` for the records.
+See `core.groups.ledger` for the records.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
-from ...core.fates import Fate
-from ...core.items import Trajectory
-from ...core.session_keys import last_keys
-from ...core.token_ages import oldest_in, oldest_trained
-from ...core.token_spans import spans_of
+from ...core.groups.fates import Fate
+from ...core.groups.items import Trajectory
+from ...core.groups.session_keys import last_keys
+from ...core.lag.token_ages import oldest_in, oldest_trained
+from ...core.lag.token_spans import spans_of
 
 SHOWN = 20
 """Violations that are kept in full; further ones are only counted."""

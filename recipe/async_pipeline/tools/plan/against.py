@@ -13,8 +13,8 @@ from ...errors import ConfigError
 from .extraction import extract
 from .profile import Profile, load
 from .run_log import RunLog, read_run
-from .simulation import LEAST_STEPS, simulate
-from .trainer import Setting
+from .simulated.simulation import LEAST_STEPS, simulate
+from .simulated.trainer import Setting
 
 SEEDS = 5
 """Simulations per prediction."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The costs of a profile for the bound of the step time in `core.bound`, which has the law.
+"""The costs of a profile for the bound of the step time in `core.lag.bound`, which has the law.
 
 The engines are one more pool, `generate`: they write the tokens of a step, at the rate of the most responses
 that can be in flight. In the loop, not only the slowest response but all tokens of the batch are written.
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ...core import bound as law
-from ...core.bound import LoopCosts
-from .draws import CHUNK, Draws, alone_s
+from ...core.lag import bound as law
+from ...core.lag.bound import LoopCosts
 from .profile import Decode, Profile
-from .trainer import Setting
+from .simulated.draws import CHUNK, Draws, alone_s
+from .simulated.trainer import Setting
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,11 +10,11 @@ from typing import Any
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...errors import ConfigError
 from .bound import bound_terms, estimate_s, work_of
-from .draws import Draws
 from .layout import Rejections, fits, knobs_of, largest_size, pools_of, rollout_unit, shapes
 from .profile import Profile, Stage
-from .simulation import LEAST_STEPS, whole_rounds
-from .trainer import Setting
+from .simulated.draws import Draws
+from .simulated.simulation import LEAST_STEPS, whole_rounds
+from .simulated.trainer import Setting
 
 SPLITS = 24
 """Sizes of the rollout pool that are tried, evenly spaced."""

@@ -7,15 +7,15 @@ import math
 from dataclasses import dataclass
 
 from ...config.placement import Pool
-from ...observe.accounting import is_work
-from ..report.wording import amount, reason_in_words, seconds
+from ...observe.account.accounting import is_work
+from ..report.drawing.wording import amount, reason_in_words, seconds
 from .bound import responses_at_once, work_of
 from .candidates import WORK_BATCHES, Candidate
-from .draws import Draws
 from .layout import largest_size, rollout_unit
 from .profile import Profile
 from .search import SearchResult, SimulatedCandidate, limit_in_words
-from .trainer import Setting
+from .simulated.draws import Draws
+from .simulated.trainer import Setting
 
 IDLE_SHARE = 0.25
 """Idle share of a pool from which the plan proposes to make the pool smaller."""

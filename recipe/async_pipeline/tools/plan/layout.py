@@ -15,7 +15,7 @@ from ...config.knobs.schema import DEFAULT_AHEAD, AsyncPipelineConfig, canonical
 from ...config.placement import Placement, Pool, place, wishes_of
 from ...errors import ConfigError
 from .profile import Profile
-from .trainer import Setting
+from .simulated.trainer import Setting
 
 BATCH_SLACK = 0.05
 """A batch that grows with the cluster may differ by this share, so that it divides evenly."""

@@ -16,8 +16,8 @@ from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.placement import Placement
 from ...core.events import LogRecord
 from ...errors import ConfigError
-from ...observe.event_file import read_events
-from ...observe.run_files import events_of_steps
+from ...observe.run_directory.event_file import read_events
+from ...observe.run_directory.run_files import events_of_steps
 
 SETTINGS = "settings.json"
 ENDS = {

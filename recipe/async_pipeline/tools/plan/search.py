@@ -31,8 +31,8 @@ from .candidates import (
 )
 from .layout import Rejections, knobs_of, shared_placement
 from .profile import Profile
-from .simulation import LEAST_STEPS, SimulatedRun, TooSlow, simulate, whole_rounds
-from .trainer import Setting
+from .simulated.simulation import LEAST_STEPS, SimulatedRun, TooSlow, simulate, whole_rounds
+from .simulated.trainer import Setting
 
 DEFAULT_MAX_LAG = 4
 SIMULATED, MIN_SIMULATED = 12, 4

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from .advice_model import Advice, Facts, facts_of
-from .data import RunData
+from .figures.data import RunData
 
 WORTH_IT = 0.05
 """Smallest predicted gain to report; smaller ones are within the spread of measurements."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict how a change would move the lower bound of a step: the model behind every prediction of the report.
 
-The bound is that of `core.bound`, with the forward passes in the loop, since they begin with a whole batch.
+The bound is that of `core.lag.bound`; forward passes are in the loop, since they begin with a whole batch.
 A change of devices, max_lag or work changes the bound; the model assumes that the run stays as far above it
 as it was, that work spreads evenly over devices, and that the loop does not get shorter.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ...core.bound import LoopCosts, loop_terms
-from ...observe.accounting import Accounting
-from .data import RunData
+from ...core.lag.bound import LoopCosts, loop_terms
+from ...observe.account.accounting import Accounting
+from .figures.data import RunData
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,13 @@ from markupsafe import Markup
 
 from ...observe.table import percent
 from .advice import advise
-from .charts import Line, Text, figure, grid, legend, line_chart, share_bar
-from .data import RunData, changed_settings
+from .drawing.charts import Line, Text, figure, grid, legend, line_chart, share_bar
+from .drawing.series import Series
+from .drawing.wording import amount, colour_of, reason_in_words, seconds
+from .figures.data import RunData, changed_settings
 from .html_page import TEMPLATES, page, part
 from .page import advice_list
 from .sections import RUN_COLOURS, fates, freshness, learning, ordered
-from .series import Series
-from .wording import amount, colour_of, reason_in_words, seconds
 
 MAX_SETTINGS = 60
 

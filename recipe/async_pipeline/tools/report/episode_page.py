@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from ...core.session_keys import episode_of
-from ...observe.agent_output import KeptOutput
-from .episodes import EpisodeRecord, EpisodesRead, TextPart, by_episode, lowest_rewards
+from ...core.groups.session_keys import episode_of
+from ...observe.run_directory.agent_output import KeptOutput
+from .drawing.wording import amount
+from .figures.episodes import EpisodeRecord, EpisodesRead, TextPart, by_episode, lowest_rewards
 from .html_page import TEMPLATES, page
-from .wording import amount
 
 MAX_EPISODES = 256
 """Episodes of a page without `--worst`, the lowest rewards first."""

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...observe.table import percent
-from .wording import seconds
+from .drawing.wording import seconds
 
 TEMPLATES = "tools/report/templates"
 

@@ -12,13 +12,13 @@ from markupsafe import Markup
 from ...observe.table import percent
 from .advice import FEW_STEPS, advise
 from .advice_model import Advice
-from .data import RunData
-from .episode_charts import episodes
+from .drawing.episode_charts import episodes
+from .drawing.pictures import pictures
+from .drawing.timeline import timeline
+from .drawing.wording import amount, seconds
+from .figures.data import RunData
 from .html_page import TEMPLATES, page, part
-from .pictures import pictures
 from .sections import device_seconds, fates, freshness, learning, publications, queues, step_chart
-from .timeline import timeline
-from .wording import amount, seconds
 
 
 class Tile(NamedTuple):

@@ -9,13 +9,13 @@ from statistics import median
 
 from markupsafe import Markup
 
-from ...observe.accounting import StepAccount, is_work
+from ...observe.account.accounting import StepAccount, is_work
 from ...observe.table import map_coverage, percent
-from .charts import Line, column_chart, figure, grid, histogram, legend, line_chart, share_bar
-from .data import FATES, RunData
+from .drawing.charts import Line, column_chart, figure, grid, histogram, legend, line_chart, share_bar
+from .drawing.series import Series
+from .drawing.wording import amount, colour_of, number_of_bytes, reason_in_words, role_colour, seconds
+from .figures.data import FATES, RunData
 from .html_page import part
-from .series import Series
-from .wording import amount, colour_of, number_of_bytes, reason_in_words, role_colour, seconds
 
 RUN_COLOURS = ("c-generate", "c-train")
 FATE_COLOURS = {

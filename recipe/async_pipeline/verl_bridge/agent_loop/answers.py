@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...agents.episodes import counted_together
-from ...core.bad_data import Flaw
-from ...core.items import Trajectory
-from ...core.token_spans import spans_of
+from ...core.groups.bad_data import Flaw
+from ...core.groups.items import Trajectory
+from ...core.lag.token_spans import spans_of
 from ...errors import RolloutError
-from ...observe.agent_output import FailedAttempt
-from .episode import Attempt
-from .partial_rollouts import NotedResponse, RecordedRequest, Transcript, WrittenSoFar
-from .redundancy import Begun, Redundant
-from .version_spans import TURNS
+from ...observe.run_directory.agent_output import FailedAttempt
+from .episodes.episode import Attempt
+from .episodes.redundancy import Begun, Redundant
+from .tokens.partial_rollouts import NotedResponse, RecordedRequest, Transcript, WrittenSoFar
+from .tokens.version_spans import TURNS
 
 
 class ResponseSample(NamedTuple):

@@ -21,10 +21,10 @@ from ...config.knobs.diffusion import DiffusionConfig
 from ...config.paths import OWN
 from ...diffusion.seeds import seed_of
 from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE
-from ..workers.diffusion_model import CONDITION, Denoising
-from .episode import change_episode, current_attempt, current_episode
-from .partial_rollouts import RecordingClient
+from ..workers.diffusion.diffusion_model import CONDITION, Denoising
+from .episodes.episode import change_episode, current_attempt, current_episode
 from .row_place import place_of
+from .tokens.partial_rollouts import RecordingClient
 
 NAME = "diffusion"
 COLUMNS = "diffusion_columns"

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
-from ...core.items import Group
-from ...core.recall import Recall
+from ...core.groups.items import Group
+from ...core.groups.recall import Recall
 from ...observe.causes import causes
 from ..calls.control_calls import GROUPS
 from ..calls.direct_calls import ConnectionLost, DirectCaller

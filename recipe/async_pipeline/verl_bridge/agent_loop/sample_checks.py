@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks responses in the process of verl's agent loops, before they are stored; see `core.bad_data`."""
+"""Check responses in the process of verl's agent loops, before they are stored: `core.groups.bad_data`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from ...core.bad_data import Flaw, flaws_of, flaws_of_group, long_prompt, not_a_score, score_of
+from ...core.groups.bad_data import Flaw, flaws_of, flaws_of_group, long_prompt, not_a_score, score_of
 from ...errors import BadDataError, RewardError
 from ...redaction import without_secrets
 from ..calls.ray_calls import cause_of
 from ..reward.manager import UNSCORED
-from .episode import current_episode, episode_with
-from .version_spans import ResponseTurn, writer_of
+from .episodes.episode import current_episode, episode_with
+from .tokens.version_spans import ResponseTurn, writer_of
 
 
 class LongPrompt(BadDataError):

@@ -19,7 +19,7 @@ from ...checkpoint.tensor_tree import storable
 from ..store.sample_columns import SampleColumns
 from ..store.sample_grouping import joinable
 from .answers import ResponseSample
-from .episode import Store, current_episode, episode_with
+from .episodes.episode import Store, current_episode, episode_with
 
 logger = logging.getLogger(__name__)
 FieldRows = list[dict[str, Any]]

@@ -17,8 +17,8 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from ...agents.episodes import EpisodeRules
 from ...checkpoint.hashed_file import FileEntry
-from ...core.bad_data import Flaw
-from ...core.items import Group
+from ...core.groups.bad_data import Flaw
+from ...core.groups.items import Group
 from ...errors import RolloutError
 from .. import replaced
 from ..calls.control_calls import CONTROL, GIVE_UP, ControlCalls, control
@@ -28,7 +28,7 @@ from ..process.garbage import freeze_present_objects
 from ..reward.responses import Response
 from ..reward.worker import PlainCaller
 from ..store.sample_store import count_cores_once
-from . import agent_session_loop, diffusion_loop, environment_loop, partial_rollouts, stored_sessions
+from . import diffusion_loop, stored_sessions
 from .answers import (
     Answered,
     GroupInProgress,
@@ -39,7 +39,8 @@ from .answers import (
     slowest_turns,
     trajectory_of,
 )
-from .episode import (
+from .episodes import environment_loop
+from .episodes.episode import (
     Attempt,
     change_episode,
     current_attempt,
@@ -48,8 +49,13 @@ from .episode import (
     kept_turns,
     taken_turns,
 )
-from .episode_attempts import Episodes
-from .partial_rollouts import (
+from .episodes.episode_attempts import Episodes
+from .episodes.redundancy import Begun, Redundant, first_sound
+from .episodes.validation import OpenPrompts, failed_response
+from .sample_checks import Checks, Scores, flaws_together, found_flaws
+from .sessions import agent_session_loop
+from .tokens import partial_rollouts
+from .tokens.partial_rollouts import (
     NotedResponse,
     RecordedRequest,
     RecordingClient,
@@ -58,10 +64,7 @@ from .partial_rollouts import (
     tokens_in,
     written_so_far,
 )
-from .redundancy import Begun, Redundant, first_sound
-from .sample_checks import Checks, Scores, flaws_together, found_flaws
-from .validation import OpenPrompts, failed_response
-from .version_spans import add_fields, costs_of, times_of, waits_of
+from .tokens.version_spans import add_fields, costs_of, times_of, waits_of
 
 logger = logging.getLogger(__name__)
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ray.exceptions import RayTaskError, TaskCancelledError
 
-from ...core.deadline import within
+from ...core.waits.deadline import within
 from .ray_calls import ASK_S
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocking waits in threads, with a deadline and an error that names the owner and the awaited work.
 
-On an event loop, use `core.deadline.within`.
+On an event loop, use `core.waits.deadline.within`.
 """
 
 from __future__ import annotations

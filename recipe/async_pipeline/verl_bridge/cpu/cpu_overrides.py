@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import replaced
-from ..rollout import prefork
-from . import fork_worker
+from . import fork_worker, prefork
 
 FORK_WORKER = str(Path(fork_worker.__file__).resolve())
 OF_NODES = {

@@ -174,7 +174,7 @@ def _become(
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # otherwise all workers draw the same; `random` does so by itself
     variables = dict(environment)
-    if prefork := sys.modules.get("recipe.async_pipeline.verl_bridge.rollout.prefork"):
+    if prefork := sys.modules.get("recipe.async_pipeline.verl_bridge.cpu.prefork"):
         # Before the variables change, since with them changed no process can set its title any more.
         prefork.begin(variables)
     os.environ.clear()

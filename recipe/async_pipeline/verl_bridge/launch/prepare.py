@@ -34,7 +34,7 @@ from ...config.knobs.schema import AsyncPipelineConfig, is_strategy, plain
 from ...config.paths import OWN, RUNTIME
 from ...console import echo
 from ...errors import AsyncPipelineError, ConfigError
-from ...observe.run_files import run_of, set_aside_run
+from ...observe.run_directory.run_files import run_of, set_aside_run
 from ...observe.table import MARK
 from .. import replaced
 from ..cpu.cpu_overrides import import_in_workers

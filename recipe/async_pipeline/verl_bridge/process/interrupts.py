@@ -25,7 +25,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 
 from ...observe.causes import causes, one_line
-from ...observe.summary import write_in_its_place, written_ns
+from ...observe.run_directory.summary import write_in_its_place, written_ns
 from ...processes import WATCH_PID, end_signals, end_with_ancestor
 
 T = TypeVar("T")

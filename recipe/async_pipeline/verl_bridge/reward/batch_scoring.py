@@ -15,7 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl import DataProto
 
 from ...config.knobs.schema import AsyncPipelineConfig
-from ...core.bad_data import not_a_score, score_of
+from ...core.groups.bad_data import not_a_score, score_of
 from ...errors import RewardError
 from ..calls.ray_calls import got
 

@@ -30,9 +30,9 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from ...core.bad_data import not_a_score, score_of
-from ...core.deadline import ABANDONED, GRACE_S, within
-from ...core.threads import awaited_here
+from ...core.groups.bad_data import not_a_score, score_of
+from ...core.waits.deadline import ABANDONED, GRACE_S, within
+from ...core.waits.threads import awaited_here
 from ...errors import ConfigError, RewardError, WaitTimeout
 from ...processes import end_with_parent, gain_no_rights
 from ...redaction import without_secrets

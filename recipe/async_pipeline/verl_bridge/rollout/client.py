@@ -18,11 +18,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from ...core.deadline import within
+from ...core.waits.deadline import within
 from ...errors import VersionNotServed, WaitTimeout
 from ...weight_sync.engine.versioned_engine import FORM
-from ..agent_loop.episode import current_attempt, current_episode, take_turn, taken_turns
-from ..agent_loop.partial_rollouts import Open, Transcript, continued
+from ..agent_loop.episodes.episode import current_attempt, current_episode, take_turn, taken_turns
+from ..agent_loop.tokens.partial_rollouts import Open, Transcript, continued
 from ..calls.direct_calls import ConnectionLost, DirectActors
 from ..calls.ray_calls import ASK_S, cause_of
 from ..launch.run_config import ReadOnce, open_requests_of

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...config.knobs.schema import FleetConfig
-from ...core.deadline import within
+from ...core.waits.deadline import within
 from ...errors import WeightSyncError
-from ...observe import replica_requests
-from ...observe.summary import write_atomically
+from ...observe.run_directory import replica_requests
+from ...observe.run_directory.summary import write_atomically
 from ...weight_sync.fleet.keeper import describe_error
 from ...weight_sync.fleet.registry import ConsumerState
 

@@ -15,8 +15,8 @@ from ray.exceptions import RayTaskError
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from ...config.knobs.weight_sync import concurrent_loads
-from ...core.deadline import all_of
-from ...core.items import LoadReport, Publication
+from ...core.groups.items import LoadReport, Publication
+from ...core.waits.deadline import all_of
 from ...errors import WeightSyncError
 from ...weight_sync.engine.versioned_engine import LoadMode
 from ...weight_sync.fleet.fleet import Fleet

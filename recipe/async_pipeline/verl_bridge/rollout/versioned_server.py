@@ -17,9 +17,9 @@ import ray
 from cachetools import LRUCache
 from verl.workers.rollout.replica import TokenOutput
 
-from ...core.deadline import unless_broken, within
-from ...core.items import LoadReport
-from ...core.staleness import check_served
+from ...core.groups.items import LoadReport
+from ...core.lag.staleness import check_served
+from ...core.waits.deadline import unless_broken, within
 from ...errors import StagingError, WaitTimeout, WeightSyncError
 from ...weight_sync.engine.busy_time import OpenTime
 from ...weight_sync.engine.staging import await_staged
@@ -27,7 +27,7 @@ from ...weight_sync.engine.versioned_engine import Loaded, LoadMode, Salts, Vers
 from ...weight_sync.fleet.preparation import Preparation
 from ...weight_sync.hosts.host_slots import Reader, this_process
 from ...weight_sync.memory.manifest import Manifest, WeightTicket, encode, over_nodes
-from ..agent_loop.partial_rollouts import as_array
+from ..agent_loop.tokens.partial_rollouts import as_array
 from ..calls.control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
 from ..calls.direct_calls import Address, DirectCalls
 from ..calls.paced_starts import PacedStarts

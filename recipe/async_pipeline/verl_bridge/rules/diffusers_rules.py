@@ -19,7 +19,7 @@ ENGINE = "diffusers"
 """`actor_rollout_ref.rollout.name` of image policies."""
 AGENT_LOOP = "diffusion"
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-MODEL_CONFIG = "recipe.async_pipeline.verl_bridge.workers.diffusion_model.DiffusionModelConfig"
+MODEL_CONFIG = "recipe.async_pipeline.verl_bridge.workers.diffusion.diffusion_model.DiffusionModelConfig"
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.visual"
 GERL_REWARDS = "diffusion-batch"
 """What scripts of GeRL call their reward manager of images; pictures are scored one by one here too."""
@@ -59,7 +59,7 @@ def _check_sizes(config: DictConfig, how: DiffusionConfig) -> None:
     """Raises ConfigError if there is no such image or window."""
     # Import torch and verl's workers, which other runs do not need here.
     from ...diffusion.model_folder import ModelFolder
-    from ..workers.diffusion_model import Denoising
+    from ..workers.diffusion.diffusion_model import Denoising
 
     folder = ModelFolder(Path(str(config.actor_rollout_ref.model.path)).expanduser())
     try:
@@ -72,7 +72,7 @@ def _check_sizes(config: DictConfig, how: DiffusionConfig) -> None:
 def set_image_keys(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Set verl's keys of an image policy: its model, its agent loop, its rewards, and its tokens."""
     from ...diffusion.model_folder import ModelFolder
-    from ..workers.diffusion_model import Denoising
+    from ..workers.diffusion.diffusion_model import Denoising
 
     values: dict[str, Any] = knobs.diffusion.denoising()
     model = config.actor_rollout_ref.model

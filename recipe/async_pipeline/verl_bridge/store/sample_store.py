@@ -30,7 +30,7 @@ from transfer_queue.storage import simple_storage
 
 from ...checkpoint import store, tensor_tree
 from ...checkpoint.hashed_file import FileEntry
-from ...core.items import Group
+from ...core.groups.items import Group
 from ...errors import CheckpointError
 from .. import replaced
 from ..calls.ray_calls import ASK_S, got

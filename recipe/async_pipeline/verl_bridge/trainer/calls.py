@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from ...core.deadline import within
+from ...core.waits.deadline import within
 
 T = TypeVar("T")
 CALL_THREADS = 16

@@ -35,9 +35,9 @@ from verl.trainer.ppo.utils import Role
 from ...checkpoint import store, tensor_tree
 from ...checkpoint.hashed_file import FileEntry, WrittenFiles
 from ...core.flow_state import FlowState
-from ...core.items import Group
+from ...core.groups.items import Group
 from ...errors import CheckpointError
-from .prompt_source import PromptSourceState
+from .batches.prompt_source import PromptSourceState
 
 STATE, SAMPLES, TRANSCRIPTS, LOADER, REFERENCE = (
     "pipeline.json",

@@ -19,21 +19,23 @@ from omegaconf import DictConfig
 from ray.exceptions import RayError
 
 from ...checkpoint.store import refuse_damage
-from ...core.bad_data import BadData
-from ...core.deadline import within
 from ...core.flow_state import FlowState
-from ...core.items import Group
-from ...core.progress import while_it_progresses
+from ...core.groups.bad_data import BadData
+from ...core.groups.items import Group
 from ...core.schedule import Schedule
+from ...core.waits.deadline import within
+from ...core.waits.progress import while_it_progresses
 from ...errors import WaitTimeout
 from ...observe.causes import one_line
-from ...observe.event_file import EventFile
-from ...observe.summary import RunRecorder
+from ...observe.run_directory.event_file import EventFile
+from ...observe.run_directory.summary import RunRecorder
 from ..agent_loop.manager import PushAgentLoopManager
-from ..agent_loop.partial_rollouts import WRITTEN_S
+from ..agent_loop.tokens.partial_rollouts import WRITTEN_S
 from ..calls.ray_calls import cause_of
 from ..store.sample_store import WriteShard, note
 from ..workers.policy_copy import PolicyCopy
+from .batches.prompt_source import PromptSource
+from .batches.verl_stages import VerlStages
 from .calls import BlockingCalls
 from .checkpoint_contents import (
     ACTOR,
@@ -47,9 +49,7 @@ from .checkpoint_contents import (
     Snapshot,
     Unfinished,
 )
-from .prompt_source import PromptSource
-from .terminal import say
-from .verl_stages import VerlStages
+from .reporting.terminal import say
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SAYS_FULL = tuple(text for number in FULL for text in (os.strerror(number), f"os error {number}"))

@@ -30,24 +30,24 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 from ...agents.episodes import metrics_of
 from ...config.derived.scheduling import schedule_of
-from ...core.bad_data import BadData
-from ...core.deadline import all_of
-from ...core.degradation import Caution, Change
-from ...core.diagnosis import diagnose
 from ...core.flow import AsyncTrainingFlow
 from ...core.flow_state import FlowState
 from ...core.graph import GRAPH
-from ...core.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch
-from ...core.recall import Recall
+from ...core.groups.bad_data import BadData
+from ...core.groups.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch
+from ...core.groups.recall import Recall
+from ...core.lag.degradation import Caution, Change
 from ...core.schedule import Schedule
-from ...core.wait_graph import Wait, waits_of
-from ...observe.agent_output import FOLDER, AgentOutputFolder
+from ...core.waits.deadline import all_of
+from ...core.waits.diagnosis import diagnose
+from ...core.waits.wait_graph import Wait, waits_of
+from ...observe.account.overlap import OverlapMeter
+from ...observe.account.step_account import StepAccountant
 from ...observe.causes import causes
-from ...observe.event_file import EventFile
 from ...observe.observers import ACCOUNT, FILE_ATTEMPTS, LOST, OVERLAP, SELECTION, Observers
-from ...observe.overlap import OverlapMeter
-from ...observe.step_account import StepAccountant
-from ...observe.summary import RunRecorder, write_atomically
+from ...observe.run_directory.agent_output import FOLDER, AgentOutputFolder
+from ...observe.run_directory.event_file import EventFile
+from ...observe.run_directory.summary import RunRecorder, write_atomically
 from ...observe.table import closing, header
 from ...observe.trackers import ServiceCalls, Trackers
 from ...observe.watchdog import Watchdog
@@ -64,22 +64,22 @@ from ..rollout.server_manager import room_by_node
 from ..rules.diffusers_rules import draws_images
 from ..store import sample_store
 from . import checkpoint_contents
+from .batches.generation import PARTITION, Generation
+from .batches.log_probs import LogProbs
+from .batches.prompt_source import PromptSource
+from .batches.verl_stages import VerlStages
 from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups
 from .checkpointing import Checkpointing, load_models, load_reference
-from .generation import PARTITION, Generation
-from .insight_spans import InsightStates
-from .insight_spans import is_enabled as is_insight_enabled
-from .kept_pictures import KeptPictures
-from .log_probs import LogProbs
-from .prompt_source import PromptSource
-from .ray_metrics import RayGauges
-from .run_folder import RunFolder, speed_settings
-from .sample_metrics import SampleMeters
+from .reporting.insight_spans import InsightStates
+from .reporting.insight_spans import is_enabled as is_insight_enabled
+from .reporting.kept_pictures import KeptPictures
+from .reporting.ray_metrics import RayGauges
+from .reporting.run_folder import RunFolder, speed_settings
+from .reporting.sample_metrics import SampleMeters
+from .reporting.step_report import StepReport
+from .reporting.terminal import echo, say
 from .startup import Startup
-from .step_report import StepReport
-from .terminal import echo, say
-from .verl_stages import VerlStages
 from .weight_publisher import WeightPublisher
 
 KEPT_RECORDS = 10_000

@@ -22,8 +22,8 @@ from ...strategies import FullyAsync, NStepAhead, OneStepOff, OnPolicy, load_cla
 from ..launch.ray_cluster import require_run_dir
 from ..launch.run_config import runtime_of
 from ..rollout.server_manager import PipelineServerManager
-from . import advantages  # noqa: F401  registers its estimator with verl
-from .terminal import say
+from .batches import advantages  # noqa: F401  registers its estimator with verl
+from .reporting.terminal import say
 from .verl_trainer import VerlTrainer
 
 

@@ -23,9 +23,9 @@ from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import PipelineServerManager
 from ..workers.log_prob_group import start_group
 from ..workers.training_worker import PipelineCritic, PipelineWorker
+from .batches.log_probs import verls_name
 from .calls import BlockingCalls
-from .log_probs import verls_name
-from .terminal import say
+from .reporting.terminal import say
 
 START_S = 1800.0
 """Minimum timeout for the start of engines and models, if `wait_timeout_s` is shorter."""

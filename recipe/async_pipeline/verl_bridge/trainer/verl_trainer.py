@@ -17,15 +17,15 @@ from ...installed.patch_state import require_known
 from ...installed.verl import find_verl_root
 from ...observe.causes import causes
 from .. import replaced
-from ..agent_loop import template_check
+from ..agent_loop.tokens import template_check
 from ..process.plugin_state import require_loaded
 from ..store.sample_store import count_cores_once
 from ..weights import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
+from .batches.prompt_source import PromptSource, require_a_batch
+from .batches.validation_buffer import ValidationBuffer
 from .pipeline_run import PipelineRun
-from .prompt_source import PromptSource, require_a_batch
-from .reward_columns import file_writer, numbers_or_text
-from .terminal import say
-from .validation_buffer import ValidationBuffer
+from .reporting.reward_columns import file_writer, numbers_or_text
+from .reporting.terminal import say
 
 DUMP_S = 60.0
 """Seconds for the last files of generations at the end of a run."""

@@ -6,14 +6,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ...core.items import Publication
+from ...core.groups.items import Publication
 from ...errors import WeightSyncError
 from ...observe.table import map_coverage
 from ...weight_sync.memory.manifest import WeightTicket, joined
 from ..rollout.replica_pool import RolloutPool
 from ..workers.policy_copy import PolicyCopy
 from .calls import BlockingCalls
-from .terminal import say
+from .reporting.terminal import say
 
 METRICS = (
     "version",

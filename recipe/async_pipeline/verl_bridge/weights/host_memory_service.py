@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ...core.deadline import within
+from ...core.waits.deadline import within
 from ...errors import WaitTimeout, WeightSyncError
 from ...weight_sync.hosts.host_memory import HostMemory, HostStatus, VersionRequest
 from ...weight_sync.hosts.host_slots import Reader

@@ -21,7 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from ...checkpoint import store
 from ...checkpoint.safe_load import weights_only
-from ...core.deadline import within
+from ...core.waits.deadline import within
 from ...errors import WeightSyncError
 from ...weight_sync.engine.shard_load import RankLoad, load_parts, prove_parts, require_same_adapter
 from ...weight_sync.hosts.host_slots import Reader, this_process
@@ -82,7 +82,7 @@ class EngineWorker(TrainingWorker):
             set_rotary_base(config.engine_config, config.model_config.hf_config)
         if config.model_type == "diffusion_model":
             # Registers the engine with verl.
-            from . import diffusion_engine  # noqa: F401
+            from .diffusion import diffusion_engine  # noqa: F401
         super().__init__(config)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)

@@ -21,9 +21,9 @@ from ..memory.manifest import Manifest, TensorEntry
 from ..proof.element_map import ElementMap, View
 from .copy_plan import RecordedLoad, Recorder, view_of
 from .engine_adapter import Computed, Conversion, Delivered, Expected
-from .standby_conversion import Convert, Converted, Named, StandbyConversion, replaced
-from .standby_copy import StandbyCopy
-from .standby_version import StagingEnded, ignore
+from .standby.standby_conversion import Convert, Converted, Named, StandbyConversion, replaced
+from .standby.standby_copy import StandbyCopy
+from .standby.standby_version import StagingEnded, ignore
 
 TensorPlace = tuple[int, View, torch.dtype]
 

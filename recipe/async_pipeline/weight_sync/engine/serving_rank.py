@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from ...core.items import LoadReport
+from ...core.groups.items import LoadReport
 from ..memory.manifest import decode
 from ..proof.map_check import RankShare
 from ..proof.proof import Prover

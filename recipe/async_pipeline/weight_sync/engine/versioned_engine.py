@@ -24,9 +24,9 @@ from contextvars import ContextVar
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
-from ...core.deadline import within
-from ...core.items import LoadReport
-from ...core.token_spans import TokenSpan, pairs_of
+from ...core.groups.items import LoadReport
+from ...core.lag.token_spans import TokenSpan, pairs_of
+from ...core.waits.deadline import within
 from .answer import Part, ResponseRecord
 from .attempt_gate import AttemptGate
 

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from ...core.deadline import within
-from ...core.items import LoadReport
-from ...core.wait_graph import Holders
-from ...core.wait_queue import Turnstile
+from ...core.groups.items import LoadReport
+from ...core.waits.deadline import within
+from ...core.waits.wait_graph import Holders
+from ...core.waits.wait_queue import Turnstile
 from ...errors import WeightSyncError
 from ..hosts.consumer import Consumer
 from ..memory.manifest import WeightTicket

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ...core.deadline import all_of, within
-from ...core.items import LoadReport
-from ...core.wait_queue import Broadcast, Turnstile
+from ...core.groups.items import LoadReport
+from ...core.waits.deadline import all_of, within
+from ...core.waits.wait_queue import Broadcast, Turnstile
 from ...errors import WaitTimeout, WeightSyncError
 from ..hosts.consumer import Consumer
 from ..memory.manifest import WeightTicket

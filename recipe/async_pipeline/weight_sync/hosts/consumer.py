@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...core.items import LoadReport
+from ...core.groups.items import LoadReport
 from ..memory.manifest import WeightTicket
 
 

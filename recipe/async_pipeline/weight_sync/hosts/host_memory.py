@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...core.deadline import within
-from ...core.wait_queue import Broadcast
+from ...core.waits.deadline import within
+from ...core.waits.wait_queue import Broadcast
 from ...errors import CorruptionError
 from ..fleet.preparation import to_the_end
 from ..memory.arena import ArenaReader

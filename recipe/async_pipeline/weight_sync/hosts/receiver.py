@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from ...core.deadline import all_of
-from ...core.wait_queue import Broadcast
+from ...core.waits.deadline import all_of
+from ...core.waits.wait_queue import Broadcast
 from ...errors import WeightSyncError
 from ..fleet.preparation import to_the_end
 from ..memory.manifest import UNREADABLE, Announcement, Manifest

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...core.deadline import within
+from ...core.waits.deadline import within
 from ...errors import WaitTimeout, WeightSyncError
 from ..memory.arena import ArenaReader
 from ..memory.board import await_announcement

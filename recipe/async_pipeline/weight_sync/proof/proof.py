@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ...core.items import LoadReport
+from ...core.groups.items import LoadReport
 from ...errors import ProofError
 from ..engine.copy_plan import view_of
 from ..engine.engine_adapter import Computed, Delivered

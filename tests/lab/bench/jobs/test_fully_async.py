@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.lab.bench import spans
-from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
+from recipe.async_pipeline.lab.bench.measuring import spans
+from recipe.async_pipeline.lab.bench.measuring.spans import SPANS_DIR, read_spans
 
 pytestmark = pytest.mark.real_engine
 

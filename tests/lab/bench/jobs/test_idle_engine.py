@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
+from recipe.async_pipeline.lab.bench.inputs.waits import LognormalWait
 from recipe.async_pipeline.lab.bench.jobs.idle_engine import IdleServer
-from recipe.async_pipeline.lab.bench.waits import LognormalWait
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import LoadMode
 from recipe.async_pipeline.weight_sync.memory.manifest import WeightTicket
 

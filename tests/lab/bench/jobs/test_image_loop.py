@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from recipe.async_pipeline.lab.bench import spans
-from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
+from recipe.async_pipeline.lab.bench.measuring import spans
+from recipe.async_pipeline.lab.bench.measuring.spans import SPANS_DIR, read_spans
 from tests.conftest import Load
 from tests.fakes.image_client import ROW, Client, loop_of
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.lab.bench.spans import SPANS_DIR, read_spans
-from recipe.async_pipeline.lab.bench.waits import LognormalWait
+from recipe.async_pipeline.lab.bench.inputs.waits import LognormalWait
+from recipe.async_pipeline.lab.bench.measuring.spans import SPANS_DIR, read_spans
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from tests.conftest import Load
 

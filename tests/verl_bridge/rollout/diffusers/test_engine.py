@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.core.groups.items import LoadReport
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, StepEngine
 from recipe.async_pipeline.errors import EngineDeadError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.diffusers.engine import DiffusersEngine, DrawnImage

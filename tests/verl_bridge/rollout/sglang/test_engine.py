@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import _asked
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import AttemptOptions, recorded_spans
 from tests.fakes.timed_engine import Answer

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from recipe.async_pipeline.config.knobs.weight_sync import InFlightPolicy
-from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import rejections
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
 from tests.fakes.async_llm import AsyncLLM, Params, Retryable

@@ -16,8 +16,8 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 
-from ..spans import of_this_job
-from ..workload import EpisodeWorkload
+from ..inputs.workload import EpisodeWorkload
+from ..measuring.spans import of_this_job
 
 NAME = "bench_episode"
 _begun: defaultdict[int, count[int]] = defaultdict(count)

@@ -19,13 +19,13 @@ import psutil
 
 from ....checkpoint import store, tensor_tree
 from ....core.flow_state import FlowState
-from ....core.items import StepBatch
-from ....verl_bridge.agent_loop import partial_rollouts
-from ....verl_bridge.agent_loop.partial_rollouts import tokens_in
+from ....core.groups.items import StepBatch
+from ....verl_bridge.agent_loop.tokens import partial_rollouts
+from ....verl_bridge.agent_loop.tokens.partial_rollouts import tokens_in
 from ....verl_bridge.trainer import checkpoint_contents
 from ..checkpoint import READ, SAVED
-from ..loop_lag import LagMeter
-from ..spans import of_this_job
+from ..measuring.loop_lag import LagMeter
+from ..measuring.spans import of_this_job
 from .control_plane import IdleRun, IdleTaskRunner, IdleTrainer
 
 POLL_S = 0.2

@@ -25,21 +25,21 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.rollout.replica import RolloutReplica
 
-from ....core.items import Publication, StepBatch
+from ....core.groups.items import Publication, StepBatch
 from ....core.schedule import Schedule
 from ....verl_bridge.calls.control_calls import server_actor
 from ....verl_bridge.calls.direct_calls import DirectCaller
 from ....verl_bridge.rollout.bounded_replica import BoundedReplica
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
-from ....verl_bridge.trainer.generation import PARTITION
+from ....verl_bridge.trainer.batches.generation import PARTITION
 from ....verl_bridge.trainer.pipeline_run import PipelineRun
-from ....verl_bridge.trainer.sample_metrics import SampleMeters
+from ....verl_bridge.trainer.reporting.sample_metrics import SampleMeters
 from ....verl_bridge.trainer.verl_trainer import VerlTrainer
 from ....weight_sync.memory.manifest import WeightTicket
 from ..control_plane import CHECK, END, ENGINE, LOOP, SERVED, TRAINED
-from ..loop_lag import LagMeter
-from ..spans import of_this_job
-from ..waits import LognormalWait
+from ..inputs.waits import LognormalWait
+from ..measuring.loop_lag import LagMeter
+from ..measuring.spans import of_this_job
 from .idle_engine import IdleServer
 
 CHECK_EVERY_S = 0.2

@@ -9,7 +9,7 @@ import ray
 from verl.experimental.fully_async_policy import fully_async_main as stock
 from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncTrainer
 
-from ..spans import of_this_job
+from ..measuring.spans import of_this_job
 
 StockTrainer: Any = FullyAsyncTrainer.__ray_metadata__.modified_class
 StockRunner: Any = stock.FullyAsyncTaskRunner.__ray_metadata__.modified_class

@@ -13,13 +13,13 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from ....core.items import LoadReport
+from ....core.groups.items import LoadReport
 from ....verl_bridge.calls.control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
 from ....verl_bridge.calls.direct_calls import Address, DirectCalls
 from ....weight_sync.engine.busy_time import OpenTime
 from ....weight_sync.engine.versioned_engine import LoadMode
 from ....weight_sync.memory.manifest import WeightTicket
-from ..waits import LognormalWait
+from ..inputs.waits import LognormalWait
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput

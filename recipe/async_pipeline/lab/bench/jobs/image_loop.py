@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....verl_bridge.agent_loop.diffusion_loop import DiffusionLoop
-from ..spans import of_this_job
+from ..measuring.spans import of_this_job
 
 
 class ImageLoop(DiffusionLoop):

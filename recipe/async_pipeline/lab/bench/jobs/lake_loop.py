@@ -15,12 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from ....agents.env_pool import EnvironmentPool, PoolLimits
 from ....agents.environment import EnvironmentSpec, Step
 from ....agents.frozen_lake import FrozenLake
-from ....verl_bridge.agent_loop import environment_loop
-from ....verl_bridge.agent_loop.environment_loop import EnvironmentLoop, EnvironmentSetup
-from ....verl_bridge.agent_loop.episode import END, WHY
-from ..spans import of_this_job
-from ..waits import LognormalWait
-from ..workload import EpisodeWorkload
+from ....verl_bridge.agent_loop.episodes import environment_loop
+from ....verl_bridge.agent_loop.episodes.environment_loop import EnvironmentLoop, EnvironmentSetup
+from ....verl_bridge.agent_loop.episodes.episode import END, WHY
+from ..inputs.waits import LognormalWait
+from ..inputs.workload import EpisodeWorkload
+from ..measuring.spans import of_this_job
 from .agent_loop import session_of, versions_in
 
 EPISODES = 4096

@@ -14,8 +14,8 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 from ....verl_bridge.trainer.verl_trainer import VerlTrainer
 from ....weight_sync.memory.manifest import WeightTicket
-from ..spans import POLL_S, REFERENCE, SpanFile, of_this_job
-from ..waits import LognormalWait
+from ..inputs.waits import LognormalWait
+from ..measuring.spans import POLL_S, REFERENCE, SpanFile, of_this_job
 
 _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
 """The plain class of verl's actor class, which Ray forbids to inherit from."""
@@ -117,7 +117,7 @@ class ProbedTaskRunner(_StockRunner):  # type: ignore[misc]
     def run(self, config: Any) -> None:
         """Run verl's task with the probed trainer. Raises KeyError outside of a benchmark."""
         if config.actor_rollout_ref.rollout.name == "sglang":
-            from .sglang_replicas import use_verls
+            from .weight_updates.sglang_replicas import use_verls
 
             use_verls()
         spans = of_this_job()

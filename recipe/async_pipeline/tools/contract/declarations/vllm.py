@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 FILES: Mapping[str, str] = {
     "lab/gpu_kit/engine_check.py": "verify_gpu.sh",
-    "lab/bench/jobs/weight_sync_worker.py": "benchmarks",
+    "lab/bench/jobs/weight_updates/weight_sync_worker.py": "benchmarks",
     "verl_bridge/replaced.py": "weight load",
     "verl_bridge/rollout/served_layout.py": "proof",
     "verl_bridge/rollout/served_tensors.py": "proof",

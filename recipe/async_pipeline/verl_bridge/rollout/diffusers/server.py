@@ -27,7 +27,7 @@ from ....weight_sync.engine.versioned_engine import Loaded, Salts, VersionedEngi
 from ....weight_sync.memory.manifest import decode
 from ...calls.control_calls import server_actor
 from ...cpu.cpu_platform import is_cpu
-from ...workers.diffusion_model import DiffusionModelConfig
+from ...workers.diffusion.diffusion_model import DiffusionModelConfig
 from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer
 from .engine import DiffusersEngine, DrawnImage

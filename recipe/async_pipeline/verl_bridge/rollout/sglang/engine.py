@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
-from ....core.items import LoadReport
+from ....core.groups.items import LoadReport
 from ....weight_sync.engine.answer import Part
 from ....weight_sync.engine.versioned_engine import (
     FORM,

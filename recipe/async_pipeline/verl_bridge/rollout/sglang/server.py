@@ -15,8 +15,8 @@ from ....errors import EngineDeadError
 from ....weight_sync.engine.versioned_engine import Loaded, Salts
 from ... import replaced
 from ...calls.control_calls import server_actor
+from ...cpu import prefork
 from ...cpu.cpu_platform import is_cpu
-from .. import prefork
 from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import lora, scheduler

@@ -12,13 +12,13 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from vllm.sampling_params import StructuredOutputsParams
 
 from ....console import echo
-from ....core.items import LoadReport
+from ....core.groups.items import LoadReport
 from ....observe.table import MARK
 from ....weight_sync.engine.versioned_engine import FORM, Loaded, Salts
 from ... import replaced
 from ...calls.control_calls import server_actor
+from ...cpu import prefork
 from ...cpu.cpu_platform import is_cpu
-from .. import prefork
 from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from .engine import progress_by_name, rejections, serve_versions

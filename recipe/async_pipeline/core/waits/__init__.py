@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits: their deadlines, their owners, and what runs while a stage waits."""

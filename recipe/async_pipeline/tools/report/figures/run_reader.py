@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the files of a run directory, also of a run that crashed, is still running, or lost some files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ....core.events import LogRecord
+from ....core.replay import start_facts
+from ....errors import RunFilesError
+from ....observe.run_directory.event_file import read_events
+from ....observe.run_directory.picture_folder import Picture, read_pictures
+from ....observe.run_directory.run_files import events_of_steps
+from ..drawing.wording import ENGINE_LINE
+
+PREFIX = "async_pipeline/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """The metrics that the tracker received for one step."""
+
+    step: int
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The contents of the files, with a message in `missing` for each that could not be read."""
+
+    path: Path
+    events: Sequence[LogRecord] = ()
+    steps: Sequence[StepMetrics] = ()
+    """Trained steps, in order."""
+    validations: Sequence[StepMetrics] = ()
+    """Validations; `step` is the validated version."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    engine: str = ""
+    """Version of vLLM, its model runner and attention, as the run printed it."""
+    pictures: Sequence[Picture] = ()
+    missing: Sequence[str] = ()
+
+
+def read_run(path: Path) -> RunFiles:
+    """Read a run directory. Raises RunFilesError if it does not exist or has neither events nor metrics."""
+    if not path.is_dir():
+        raise RunFilesError(
+            f"{path} is not a run directory; give the directory with events.jsonl "
+            "(trainer.v1.async_pipeline.run_dir)"
+        )
+
+    missing: list[str] = []
+    file = events_of_steps(path)
+    events = _events(file, missing)
+    steps, validations = _metrics(path / "metrics.jsonl", missing)
+    others = sorted(one.name for one in path.glob("events*.jsonl") if one != file)
+    if others:
+        missing.append(
+            "the run was resumed: the report shows the metrics of all processes, but only the events of the "
+            f"last one that trained, {file.name}, and not {', '.join(others)}"
+        )
+    if not events and not steps:
+        raise RunFilesError(f"{path} has neither events nor metrics of a run: {'; '.join(missing)}")
+
+    return RunFiles(
+        path=path,
+        events=events,
+        steps=steps,
+        validations=validations,
+        summary=_mapping(
+            path / "summary.json", missing, "the run is still running, or was killed before its end"
+        ),
+        config=_mapping(path / "config.json", missing, "settings cannot be compared"),
+        engine=_engine(path / "run.log"),
+        pictures=read_pictures(path, missing),
+        missing=tuple(missing),
+    )
+
+
+def _engine(path: Path) -> str:
+    """Return the first line in a run's output that says which engine it met; empty without one."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            met = (ENGINE_LINE.search(line) for line in lines)
+            return next((match[1].strip() for match in met if match), "")
+    except OSError:
+        return ""
+
+
+def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:
+    try:
+        events = read_events(path)
+    except FileNotFoundError:
+        missing.append(f"{path.name} does not exist: no timeline, device-seconds, queues, weight updates")
+        return ()
+    except (OSError, ValueError, KeyError) as error:
+        missing.append(
+            f"{path.name} cannot be read ({type(error).__name__}: {error}): no timeline, device-seconds, "
+            "queues, weight updates"
+        )
+        return ()
+
+    if not {"graph", "pools"} <= start_facts(events).keys():
+        missing.append(
+            f"{path.name} does not begin with the stages and pools of the run (an older version wrote it): "
+            "no device-seconds"
+        )
+        return ()
+    return events
+
+
+def _metrics(path: Path, missing: list[str]) -> tuple[list[StepMetrics], list[StepMetrics]]:
+    steps: dict[int, StepMetrics] = {}
+    validations: list[StepMetrics] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        missing.append(
+            f"metrics.jsonl cannot be read ({type(error).__name__}): no rewards, lengths and lags; set "
+            "the tracker `file` to write it"
+        )
+        return [], []
+
+    torn = 0
+    for line in lines:
+        try:
+            row = json.loads(line)
+            step, data = int(row["step"]), dict(row["data"])
+        except (ValueError, KeyError, TypeError):
+            torn += 1
+            continue
+
+        version = data.get(f"{PREFIX}validation/version")
+        if version is not None:
+            validations.append(StepMetrics(step=int(version), data=data))
+        else:
+            steps[step] = StepMetrics(step=step, data=data)
+
+    if torn:
+        missing.append(f"metrics.jsonl: {torn} of {len(lines)} lines are incomplete and skipped")
+    return [steps[step] for step in sorted(steps)], validations
+
+
+def _mapping(path: Path, missing: list[str], without: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        missing.append(f"{path.name} does not exist: {without}")
+        return {}
+    except (OSError, ValueError) as error:
+        missing.append(f"{path.name} cannot be read ({type(error).__name__}): {without}")
+        return {}
+    return value if isinstance(value, dict) else {}

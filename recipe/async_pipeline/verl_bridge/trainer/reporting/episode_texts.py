@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell in verl's files of generations who wrote which part of a response, and whose prompt it was.
+
+verl decodes a response as a whole. The files get more columns:
+
+    turns   the parts of a response in order, each `[written by the policy, text, version that wrote it]`, the
+            version null if none did or it is unknown; null if the response is one part of the policy
+    place   `index` and `seed` of the row's extra_info, as far as it has them
+    others  what the reward function returned besides the score, as in verl's files of validations
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from typing import Any
+
+import transfer_queue as tq
+
+from ....core.groups.items import StepBatch
+from ....core.lag.token_spans import TokenSpan
+from ..batches.verl_stages import own_copy
+
+INFO, PLACE = "extra_info", ("index", "seed")
+EXTRA, REWARD = "extra_fields", "reward_extra_info"
+
+
+def log_rollout_data(view: Any, batch: StepBatch, timing: dict[str, float], folder: str) -> None:
+    """Have verl write the generations of a step. Blocks. `view`: verl's trainer, for this call only."""
+    dump = view._dump_generations
+
+    def with_columns(*, reward_extra_infos_dict: dict[str, list[Any]], **more: Any) -> None:
+        columns = _columns(view.tokenizer, batch, reward_extra_infos_dict["uid"])
+        dump(reward_extra_infos_dict={**columns, **reward_extra_infos_dict}, **more)
+
+    view._dump_generations = with_columns
+    view._log_rollout_data(own_copy(batch.payload), timing, folder)
+
+
+def _columns(tokenizer: Any, batch: StepBatch, keys: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the further columns of rows with these keys. Blocks on the sample store."""
+    names = {name for group in batch.groups for columns in group.payload or () for name in columns}
+    spans = {one.key: one.spans or () for group in batch.groups for one in group.trajectories}
+    # Not `response_mask`, which has lost the tokens that are too old.
+    fields = ["responses", "loss_mask", *(name for name in (INFO, EXTRA) if name in names)]
+    data = tq.kv_batch_get(keys=list(keys), partition_id=batch.payload.partition_id, select_fields=fields)
+
+    rows = zip(keys, data["responses"].unbind(0), data["loss_mask"].unbind(0), strict=True)
+    found = _of_rewards(data[EXTRA]) if EXTRA in names else {}
+    found["turns"] = [
+        _turns(tokenizer, ids.tolist(), mask.tolist(), spans.get(key, ())) for key, ids, mask in rows
+    ]
+    if INFO in names:
+        found["place"] = [_place(getattr(info, "data", info)) for info in data[INFO]]
+    return found
+
+
+def _of_rewards(extra_fields: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return the values of the reward function by name, None for rows that lack one."""
+    told = [getattr(fields, "data", fields) for fields in extra_fields]
+    rows = [(fields.get(REWARD) if isinstance(fields, Mapping) else None) or {} for fields in told]
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
+
+
+def _turns(
+    tokenizer: Any, ids: Sequence[int], mask: Sequence[int], spans: Sequence[TokenSpan]
+) -> list[Any] | None:
+    parts = [*_parts(ids, mask, spans)]
+    if len(parts) == 1 and all(mask):
+        return None
+    turns: list[Any] = []
+    for own, group in groupby(parts, key=lambda part: part[0]):
+        turn = [*group]
+        tokens: list[int] = []
+        before = ""
+        for at, (_, version, part) in enumerate(turn, start=1):
+            tokens += part
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            if at < len(turn):
+                # A character of which the next version wrote the rest belongs to that one.
+                text = text.rstrip("\ufffd")
+            turns.append([own, text[len(before) :], version])
+            before = text
+    return turns
+
+
+def _parts(
+    ids: Sequence[int], mask: Sequence[int], spans: Sequence[TokenSpan]
+) -> Iterator[tuple[bool, int | None, list[int]]]:
+    """Yield the longest parts of one writer: whether it is the policy, its version, and the tokens."""
+    starts = [span.start for span in spans]
+
+    def writer(at: int) -> tuple[bool, int | None]:
+        before = bisect_right(starts, at)
+        return bool(mask[at]), spans[before - 1].version if mask[at] and before else None
+
+    for (own, version), part in groupby(range(len(ids)), key=writer):
+        yield own, version, [ids[at] for at in part]
+
+
+def _place(info: Any) -> dict[str, Any]:
+    known = info if isinstance(info, Mapping) else {}
+    return {name: known[name] for name in PLACE if known.get(name) is not None}

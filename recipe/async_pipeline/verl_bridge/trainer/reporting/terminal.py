@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write lines for the user from the trainer's process; `watch` finds them in the output of a run."""
+
+from __future__ import annotations
+
+import os
+
+from ....observe.table import MARK
+
+
+def say(text: str) -> None:
+    """Write a line for the user, with the mark that `watch` looks for."""
+    echo(f"{MARK} {text}")
+
+
+def echo(line: str) -> None:
+    """Write a line without the mark."""
+    # Ray forwards the standard output of this actor to the user's terminal.
+    os.write(1, f"{line}\n".encode())

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's FSDP engine for the transformer of an image pipeline: each SDE step is one token of a response.
+
+`responses` of a sample are the indices of its SDE steps in the schedule, and the log-prob of a token is that
+of its step. verl's advantages, policy losses, corrections and metrics then form Flow-GRPO. Further
+columns of a batch:
+
+| column | shape | |
+|---|---|---|
+| `latents` | (samples, steps + 1, channels, height, width) | before the first SDE step, and after each |
+| `condition_*` | (samples, ...) | what the text encoders say about the prompt |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+from verl.workers.engine.utils import detach_tree
+
+from ....diffusion.policy import evaluate
+from ....errors import ConfigError
+from .diffusion_model import CONDITION
+
+
+@EngineRegistry.register(model_type="diffusion_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
+class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
+    """Trains a transformer of diffusers. Its model configuration is a `DiffusionModelConfig`."""
+
+    def _build_module(self) -> torch.nn.Module:
+        """Load the transformer from the pipeline folder."""
+        import diffusers
+
+        config = self.model_config
+        dtype = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32")
+        of_family = getattr(diffusers, config.folder.family.transformer)
+        module: torch.nn.Module = of_family.from_pretrained(
+            config.folder.transformer, torch_dtype=dtype, local_files_only=True
+        )
+        if config.enable_gradient_checkpointing:
+            module.enable_gradient_checkpointing()
+        answer_as_language_model(module)
+        return module
+
+    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Put adapters around the layers; verl's method is for causal language models."""
+        from peft import LoraConfig, get_peft_model
+
+        config = self.model_config
+        adapter = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules=config.adapted_modules,
+            bias="none",
+        )
+        adapted: torch.nn.Module = get_peft_model(module, adapter)
+        # Parameters that FSDP shards together must have one dtype.
+        base = next(p.dtype for p in adapted.parameters() if not p.requires_grad)
+        for parameter in adapted.parameters():
+            parameter.data = parameter.data.to(base)
+        return adapted
+
+    def forward_step(
+        self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Compute the log-probs of all steps of a micro-batch in one forward, and the loss."""
+        micro_batch = micro_batch.to(get_device_id())
+        how, latents = self.model_config.denoising, dense(micro_batch["latents"])
+        with self._precision():
+            values = evaluate(
+                self._velocity,
+                latents=latents,
+                steps=steps_of(micro_batch["responses"], latents),
+                conditions=conditions_of(micro_batch),
+                schedule=self.model_config.schedule,
+                kind=how.sde_type,
+                noise_level=how.noise_level,
+            )
+        lengths = micro_batch["prompts"].offsets().diff().tolist()
+        output = {"log_probs": as_verl_has_them(values.log_probs, lengths)}
+        if tu.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False):
+            entropy = values.transition.entropy().to(latents.device).view_as(values.log_probs)
+            output["entropy"] = as_verl_has_them(entropy, lengths)
+
+        loss, metrics = torch.tensor(1.0, device=latents.device), {}
+        if loss_function is not None:
+            loss, metrics = loss_function(
+                model_output=output, data=micro_batch, dp_group=self.get_data_parallel_group()
+            )
+        elif not forward_only:
+            raise ConfigError("training needs a loss function, got none")
+        return loss, {
+            "model_output": detach_tree(output),
+            "loss": loss.detach().item(),
+            "metrics": metrics,
+        }
+
+    def _velocity(self, x: torch.Tensor, sigma: torch.Tensor, conditions: Any) -> torch.Tensor:
+        velocity: torch.Tensor = self.model_config.folder.family.velocity(self.module, x, sigma, conditions)
+        return velocity
+
+    def _precision(self) -> Any:
+        """Return the context of a forward in the configured precision."""
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+
+def answer_as_language_model(module: Any) -> None:
+    """Give a transformer of diffusers what verl asks of a language model when it saves a checkpoint."""
+    from diffusers.configuration_utils import FrozenDict
+
+    class SavedConfig(FrozenDict):  # type: ignore[misc]
+        """The transformer's config, which can be written next to the weights."""
+
+        def save_pretrained(self, folder: str) -> None:
+            text = json.dumps(dict(self), indent=2, default=str)
+            Path(folder, "config.json").write_text(text, encoding="utf-8")
+
+    module._internal_dict = SavedConfig(module.config)
+    module.can_generate = bool  # which returns False
+
+
+def dense(column: torch.Tensor) -> torch.Tensor:
+    """Return a column whose rows have one shape as a plain tensor; the sample store returns nested ones."""
+    return torch.stack(column.unbind()) if column.is_nested else column
+
+
+def steps_of(responses: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the SDE steps, (samples, steps). Raises ConfigError if they do not fit."""
+    flat = responses.values() if responses.is_nested else responses.reshape(-1)
+    samples, count = len(latents), latents.shape[1] - 1
+    if flat.numel() != samples * count:
+        raise ConfigError(
+            f"{samples} samples with {count + 1} latents each must have {count} SDE steps each, "
+            f"got {flat.numel()} in total; all samples of a batch need windows of one size"
+        )
+    return flat.view(samples, count)
+
+
+def conditions_of(batch: Any) -> dict[str, torch.Tensor]:
+    """Return the conditions of a batch, by the names of the family."""
+    return {
+        key.removeprefix(CONDITION): dense(batch[key])
+        for key in map(str, batch.keys())
+        if key.startswith(CONDITION)
+    }
+
+
+def as_verl_has_them(values: torch.Tensor, prompt_lengths: Sequence[int]) -> torch.Tensor:
+    """Return values of the steps as a language model's output: for prompt and response, one token early."""
+    rows = [
+        torch.cat([row.new_zeros(length - 1), row, row.new_zeros(1)])
+        for row, length in zip(values, prompt_lengths, strict=True)
+    ]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a step runs while the next step trains, and its errors are never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory
+from recipe.async_pipeline.observe.observers import Observers
+from recipe.async_pipeline.observe.trackers import Trackers
+from tests import HANG_S
+from tests.conftest import Load
+from tests.fakes.trainer import SimTrainer
+
+pytestmark = pytest.mark.real_engine
+
+FACTS = {
+    "lag/mean": 0.0,
+    "lag/max": 0.0,
+    "version/served_min": 0.0,
+    "queue/untrained": 0.0,
+    "queue/finished": 0.0,
+    "train/skipped_updates": 0.0,
+}
+
+
+class Tracker:
+    """Two trackers, of which one may fail."""
+
+    def __init__(self) -> None:
+        self.logger: Mapping[str, Any] = {"good": None, "bad": None}
+        self.fails = False
+        self.last: Any = None
+        self.logged: list[tuple[str, int]] = []
+
+    def log(self, *, data: Any, step: int, backend: list[str]) -> None:
+        self.last = data
+        if self.fails and backend == ["bad"]:
+            raise ConnectionError("no route to host")
+        self.logged.append((backend[0], step))
+
+
+class Parts:
+    """A StepReport with fakes; `freed` holds the steps whose samples were freed."""
+
+    def __init__(self, module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.freed: list[int] = []
+        self.may_free = threading.Event()
+        self.may_free.set()
+        self.error: Exception | None = None
+        self.metrics: dict[str, float] = {}
+        self.facts: dict[str, float] = FACTS
+        self.said: list[str] = []
+        self.tracker, self.observers = Tracker(), Observers(self.said.append)
+        monkeypatch.setattr(module.tq, "kv_clear", self._free)
+        monkeypatch.setattr(module, "own_copy", lambda payload: payload)
+        monkeypatch.setattr(module, "say", self.said.append)
+        monkeypatch.setattr(module, "echo", lambda line: None)
+        quiet = SimpleNamespace(
+            _compute_metrics=lambda *args, **kwargs: None, metrics=dict, show=lambda metrics: None
+        )
+        schedule = SimTrainer(**settings).schedule
+        self.report = module.StepReport(
+            schedule=schedule,
+            saves=schedule.saves,
+            calls=calls,
+            stages=SimpleNamespace(at=lambda step: quiet),
+            publisher=SimpleNamespace(rollout_pool=SimpleNamespace(versions={}), metrics=dict),
+            meters=SimpleNamespace(
+                selection=lambda: ({}, None), distances=lambda batch: ({}, None), stored=lambda: 4
+            ),
+            bad_data=quiet,
+            accounts=SimpleNamespace(take=dict, critical_role=str),
+            observers=self.observers,
+            recorder=SimpleNamespace(record=lambda *args: None),
+            gauges=quiet,
+            trackers=Trackers(self.tracker, None, self.observers),
+            steps_per_epoch=1,
+            rollout_data_dir=None,
+        )
+
+    def _free(self, *, keys: int, partition_id: str) -> None:
+        assert self.may_free.wait(HANG_S)
+        if self.error is not None:
+            raise self.error
+        self.freed.append(keys)
+
+    async def finish(self, step: int) -> None:
+        one = Trajectory(key=f"{step}", first_version=0, last_version=0, num_tokens=1, reward=1.0)
+        payload = SimpleNamespace(keys=step, partition_id="train")
+        group = Group(uid=f"{step}", step=step, trajectories=(one,))
+        batch = StepBatch(step=step, groups=(group,), payload=payload, metrics=self.metrics)
+        await self.report.finish(batch, self.facts)
+
+
+@pytest.fixture
+def calls(load: Load) -> Iterator[Any]:
+    made = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(HANG_S)
+    yield made
+    made.close()
+
+
+async def test_the_next_step_does_not_wait_but_the_one_after_does(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+
+    parts.report.begin()
+    parts.may_free.clear()
+    await asyncio.wait_for(parts.finish(1), HANG_S)
+    second = asyncio.create_task(parts.finish(2))
+    await asyncio.sleep(0)
+    assert not second.done() and parts.freed == []
+    parts.may_free.set()
+    await asyncio.wait_for(second, HANG_S)
+    assert parts.freed[0] == 1
+    await parts.report.close()
+    assert parts.freed == [1, 2]
+    assert parts.tracker.logged == [(name, step) for step in (1, 2) for name in ("good", "bad")]
+
+
+@pytest.mark.parametrize(("settings", "step"), [({"save_every": 2}, 2), ({"steps": 3}, 3)])
+def test_a_saved_step_and_the_last_one_are_reported_at_once(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], step: int
+) -> None:
+    parts = Parts(module, calls, monkeypatch, **settings)
+
+    async def main() -> None:
+        parts.report.begin()
+        await parts.finish(step)
+
+    asyncio.run(main())
+    assert parts.freed == [step]
+    assert parts.tracker.last["async_pipeline/sample_store/rows"] == 5.0, "its own row and 4 others"
+    assert parts.tracker.last["async_pipeline/observers/off"] == 0.0
+
+
+async def test_a_tracker_that_fails_holds_up_no_other(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+    parts.tracker.fails = True
+
+    parts.report.begin()
+    for step in (1, 2, 3):
+        await parts.finish(step)
+    await parts.report.close()
+    assert parts.tracker.logged == [("good", 1), ("good", 2), ("good", 3)]
+    assert parts.observers.off == {"the tracker bad": "ConnectionError: no route to host"}
+    assert [line.split(" fails: ")[0].split(" is ")[0] for line in parts.said] == ["the tracker bad"] * 2
+
+
+def test_a_step_whose_update_was_skipped_is_named(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+
+    async def main() -> None:
+        parts.report.begin()
+        parts.metrics["actor/grad_norm"] = float("nan")
+        parts.facts = {**FACTS, "train/skipped_updates": 2.0}
+        await parts.finish(1)
+        parts.facts = {**FACTS, "train/skipped_updates": 11.0}
+        await parts.finish(2)
+        await parts.report.close()
+
+    asyncio.run(main())
+    assert parts.said == [
+        "the update of step 1 was skipped, or that of a mini-batch: actor/grad_norm is nan; 2 such steps so "
+        "far"
+    ]
+
+
+async def test_a_report_that_cannot_free_its_samples_ends_the_run(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+    parts.error = ConnectionError("the sample store is gone")
+
+    parts.report.begin()
+    watching = asyncio.create_task(parts.report.watch())
+    await parts.finish(1)
+    with pytest.raises(ConnectionError, match="sample store"):
+        await asyncio.wait_for(watching, HANG_S)
+    with pytest.raises(ConnectionError, match="sample store"):
+        await parts.finish(2)
+    await parts.report.close()
+
+
+async def test_a_run_that_ends_early_keeps_its_last_report(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+
+    parts.report.begin()
+    watching = asyncio.create_task(parts.report.watch())
+    await parts.finish(1)
+    watching.cancel()
+    await asyncio.wait([watching])
+    await parts.report.close()
+    assert parts.tracker.logged == [("good", 1), ("bad", 1)]
