@@ -2,7 +2,7 @@
 """The only subpackage that may import verl or Ray.
 
 Importing it imports neither. In the process of a rollout server, it starts to load the engine in the
-background, which takes seconds; see `rollout/prefork.py`.
+background, which takes seconds; see `cpu/prefork.py`.
 """
 
 from .cpu import prefork

@@ -39,7 +39,7 @@ AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_")
 AT_IMPORT = ("VERL_", "TORCH", "HF_", "TRANSFORMERS_", "VLLM_", "SGLANG_")
 """Beginnings of the variables that modules read when they are imported."""
 OF_ONE_WORKER = "ASYNC_PIPELINE_EARLY_ENGINE"
-"""See `rollout/prefork.py`: what this starts belongs to a worker, not to the fork server."""
+"""See `cpu/prefork.py`: what this starts belongs to a worker, not to the fork server."""
 FORKED, REFUSED = b"1", b"0"
 ANSWER_S = 600.0
 """Seconds for the imports."""
