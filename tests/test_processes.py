@@ -71,7 +71,8 @@ def test_descendants_lists_children_before_grandchildren() -> None:
 def test_end_all_kills_processes_that_ignore_sigterm() -> None:
     code = (
         "import subprocess, sys\n"
-        "import os\nfrom recipe.async_pipeline.processes import descendants, end_all\n"
+        "import os\nfrom recipe.async_pipeline.processes import adopt_orphans, descendants, end_all\n"
+        "adopt_orphans()\n"
         "deaf = 'trap \"\" TERM; echo ready; while :; do sleep 1000; done'\n"
         "p = subprocess.Popen(['sh', '-c', deaf], stdout=subprocess.PIPE)\n"
         "p.stdout.readline()\n"

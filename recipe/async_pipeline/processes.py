@@ -107,7 +107,8 @@ def descendants(root: int) -> list[int]:
 def end_all(pids: Iterable[int], patience_s: float = TERM_S, *, spared: Collection[int] = ()) -> None:
     """Send SIGTERM to the processes, SIGKILL to the survivors after `patience_s`, and reap them.
 
-    Also kills every other descendant of this process, except for `spared`.
+    Also kills every other descendant of this process, except for `spared`; only after `adopt_orphans` also
+    what a process forks while it is killed.
     """
     import psutil
 
