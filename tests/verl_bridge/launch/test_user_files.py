@@ -149,7 +149,6 @@ def test_names_are_verls(load: Load) -> None:
     load("verl.experimental.reward_loop.reward_manager")
     verls = {name for name, cls in managers.REWARD_MANAGER.items() if cls.__module__.startswith("verl.")}
     assert verls - {"visual"} == light_verl.registered_reward_managers()
-    ours = ("agent_session_loop", "environment_loop", "diffusion_loop")
-    assert {load(f"recipe.async_pipeline.verl_bridge.agent_loop.{name}").NAME for name in ours} == {
-        *OWN_LOOPS
-    }
+    ours = ("sessions.agent_session_loop", "episodes.environment_loop", "diffusion_loop")
+    loops = (load(f"recipe.async_pipeline.verl_bridge.agent_loop.{name}") for name in ours)
+    assert {loop.NAME for loop in loops} == {*OWN_LOOPS}

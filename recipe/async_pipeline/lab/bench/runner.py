@@ -105,7 +105,7 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
         values["trainer.v1.async_pipeline.run_dir"] = str(job.directory / "run")
     if workload.judge_s is not None:
         judge = "judge" if workload.task is None else f"{workload.task}_judge"
-        values["reward.custom_reward_function.path"] = f"pkg://recipe.async_pipeline.lab.bench.{judge}"
+        values["reward.custom_reward_function.path"] = f"pkg://recipe.async_pipeline.lab.bench.inputs.{judge}"
         values["reward.custom_reward_function.reward_kwargs"] = {
             "seed": seed,
             "wait": msgspec.to_builtins(workload.judge_s),

@@ -127,6 +127,14 @@ def test_an_arm_with_sglang_has_no_override_of_vllm() -> None:
         assert others.items() <= made.items()
 
 
-@pytest.mark.parametrize("module", sorted({SGLANG_BACKEND, *(arm.entry for arm in ARMS.values())}))
+MODULES = {
+    str(value).partition(".Pipeline")[0]
+    for arm in ARMS.values()
+    for value in (arm.entry, *arm.overrides.values())
+    if str(value).startswith("recipe.")
+}
+
+
+@pytest.mark.parametrize("module", sorted({SGLANG_BACKEND, *MODULES}))
 def test_the_modules_that_jobs_start_exist(module: str) -> None:
     assert (REPOSITORY / module.replace(".", "/")).with_suffix(".py").is_file()

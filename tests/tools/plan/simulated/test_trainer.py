@@ -83,7 +83,7 @@ def test_a_reference_that_is_refreshed_is_published_and_pulled() -> None:
 
 
 def test_a_custom_strategy_is_simulated_as_it_runs() -> None:
-    of = setting(profile(), "tests.tools.plan.test_trainer:EveryThird", max_lag=5)
+    of = setting(profile(), f"{__name__}:EveryThird", max_lag=5)
     one = trainer(of).schedule
     assert isinstance(one, EveryThird)
     assert [v for v in range(1, 10) if one.publishes(v)] == [3, 6, 9]

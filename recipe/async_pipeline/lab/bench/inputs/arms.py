@@ -11,12 +11,14 @@ from ....errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
-_BRIDGE = "recipe.async_pipeline.verl_bridge"
-_JOBS = "recipe.async_pipeline.lab.bench.jobs"
+_CHECKPOINT_ENGINE = "recipe.async_pipeline.verl_bridge.weights.checkpoint_engine"
+_WORKER = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
+_JOB = "recipe.async_pipeline.lab.bench.jobs.job"
+_FULLY_ASYNC_JOB = "recipe.async_pipeline.lab.bench.jobs.fully_async_job"
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor that our own servers choose on CPUs; the bridge names the same one."""
 ENGINES = ("vllm", "sglang")
-SGLANG_BACKEND = f"{_JOBS}.sglang_backend"
+SGLANG_BACKEND = "recipe.async_pipeline.lab.bench.jobs.weight_updates.sglang_backend"
 """The checkpoint engine of verl's workers with SGLang."""
 DEVICES = 2
 """Devices of every arm, with one thread each; one arm has a third device for its reference policy."""
@@ -24,7 +26,7 @@ DEVICES = 2
 # verl's trainers need these settings to run on a CPU: no process between the engine core and its only worker.
 # The pipeline sets them itself.
 _STOCK: dict[str, Any] = {
-    f"{_VLLM}.worker_extension_cls": f"{_BRIDGE}.rollout.vllm.worker.PipelineWorkerExtension",
+    f"{_VLLM}.worker_extension_cls": _WORKER,
     f"{_VLLM}.distributed_executor_backend": IN_PROCESS_EXECUTOR,
 }
 # Both devices train, and both generate.
@@ -46,13 +48,13 @@ class Arm(NamedTuple):
     bounded_lag: bool
     """Whether responses are at most batches_in_flight - 1 versions old; else fast groups overtake slow."""
     overrides: dict[str, Any]
-    entry: str = f"{_JOBS}.job"
+    entry: str = _JOB
     """Module that starts the job."""
 
     @property
     def runs_sglang(self) -> bool:
         """Whether the arm can have SGLang for its engine: engines that share devices with training do not."""
-        return not self.shared_devices and self.entry == f"{_JOBS}.job"
+        return not self.shared_devices and self.entry == _JOB
 
     def with_engine(self, engine: str) -> dict[str, Any]:
         """Return the overrides with one of `ENGINES`."""
@@ -82,7 +84,7 @@ _SEPARATE = _STOCK | {
     "actor_rollout_ref.hybrid_engine": False,
     # verl's transports require accelerators; dual_buffer runs through verl's blocking manager.
     f"{_ROLLOUT}.checkpoint_engine.backend": "dual_buffer",
-    f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": f"{_BRIDGE}.checkpoint_engine",
+    f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": _CHECKPOINT_ENGINE,
     f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.dual_buffer.rollout_dtype": "float32",
 }
 _COLOCATE = (
@@ -100,7 +102,7 @@ _LAG_3 = {
 # the queue add up to four batches; responses continue after the interruption by a weight update.
 _FULLY_ASYNC = _STOCK | {
     f"{_ROLLOUT}.checkpoint_engine.backend": "dual_buffer",
-    f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": f"{_BRIDGE}.checkpoint_engine",
+    f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": _CHECKPOINT_ENGINE,
     f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.dual_buffer.rollout_dtype": "float32",
     "actor_rollout_ref.hybrid_engine": False,
     # Without it, verl uses its single-turn agent loop and ignores the default.
@@ -139,7 +141,7 @@ ARMS: dict[str, Arm] = {
     "verl_colocate_async": Arm(False, True, 4, False, _COLOCATE),
     "verl_separate_async": Arm(False, False, 4, False, _SEPARATE),
     "verl_separate_async_lag3": Arm(False, False, 4, True, _SEPARATE | _LAG_3),
-    "verl_fully_async": Arm(False, False, 4, False, _FULLY_ASYNC, f"{_JOBS}.fully_async_job"),
+    "verl_fully_async": Arm(False, False, 4, False, _FULLY_ASYNC, _FULLY_ASYNC_JOB),
     "on_policy": _pipeline_arm("on_policy", 0),
     "one_step_off": _pipeline_arm("one_step_off", 1),
     "n_step_ahead": _pipeline_arm("n_step_ahead", 3),
