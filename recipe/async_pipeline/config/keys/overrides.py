@@ -40,6 +40,18 @@ def unknown_in(complaint: str) -> str | None:
     return found[1] if found else None
 
 
+def wrong_choice_in(complaint: str) -> tuple[str, str] | None:
+    """Return the group and the file of which hydra complains that the configuration lacks it, or None."""
+    found = _NO_OPTION.match(_FULL_ERROR.sub("", complaint))
+    return (found["group"], found["name"]) if found else None
+
+
+def choice_of(word: str) -> tuple[str, str]:
+    """Return the group and the file that a word chooses, if its key is a group."""
+    key, _, name = word.partition("=")
+    return key.partition("@")[0].lstrip("+"), name
+
+
 def unknown_among(overrides: Iterable[str], has: Callable[[str], bool]) -> dict[str, str]:
     """Return the words whose key neither the config nor an earlier `+` has, with the keys."""
     found, added = {}, set[str]()
