@@ -36,26 +36,19 @@ BATCH = "data.train_batch_size"
 DYNAMIC = f"{ACTOR}.use_dynamic_bsz"
 _OF_ACTOR = f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 """The deprecated and the present key."""
+_OF_LOGP = "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu"
 MICRO_BATCHES = {
-    "train": (DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+    "train": (DYNAMIC, ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"),
+    "logp": (DYNAMIC, ROLLOUT, *_OF_LOGP),
+    "ref_logp": (f"{REF}.log_prob_use_dynamic_bsz", REF, *_OF_LOGP),
     "critic": (
         f"{CRITIC}.use_dynamic_bsz",
-        f"{CRITIC}.ppo_infer_max_token_len_per_gpu",
-        f"{CRITIC}.ppo_micro_batch_size_per_gpu",
+        CRITIC,
+        "ppo_infer_max_token_len_per_gpu",
+        "ppo_micro_batch_size_per_gpu",
     ),
-    **{
-        role: (
-            dynamic,
-            f"{section}.log_prob_max_token_len_per_gpu",
-            f"{section}.log_prob_micro_batch_size_per_gpu",
-        )
-        for role, section, dynamic in (
-            ("logp", ROLLOUT, DYNAMIC),
-            ("ref_logp", REF, f"{REF}.log_prob_use_dynamic_bsz"),
-        )
-    },
 }
-"""Of each stage: whether its micro-batches are packed by tokens, and their tokens or samples."""
+"""Of each stage: whether its micro-batches are packed by tokens, and in which section their sizes are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,10 +289,11 @@ def _fit_micro_batch(
     config: Mapping[str, Any], role: str, samples: tuple[int, str] | None
 ) -> dict[str, tuple[int, str]]:
     """Raises ConfigError if micro-batches have no size, or cannot divide `samples`, as far as known."""
-    dynamic, _, path = MICRO_BATCHES[role]
+    dynamic, section, _, name = MICRO_BATCHES[role]
     if select(config, dynamic):
         return {}
     rows, what = samples or (None, "")
+    path = f"{section}.{name}"
     size = _require_size(config, path, dynamic, rows)
     return {} if rows is None else _fit(path, size, rows, what)
 
@@ -334,7 +328,8 @@ def _batches(config: Mapping[str, Any], train: Ranks, critic: Ranks | None) -> d
 
 def _check_tokens(config: Mapping[str, Any], role: str, ranks: Ranks) -> None:
     """Raises ConfigError if the longest sequence does not fit into a micro-batch that is packed by tokens."""
-    dynamic, path, _ = MICRO_BATCHES[role]
+    dynamic, section, name, _ = MICRO_BATCHES[role]
+    path = f"{section}.{name}"
     default = 32768 if role == "critic" else None
     if default is None and not select(config, dynamic):
         return

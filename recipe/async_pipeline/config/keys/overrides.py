@@ -40,16 +40,13 @@ def unknown_in(complaint: str) -> str | None:
     return found[1] if found else None
 
 
-def wrong_choice_in(complaint: str) -> tuple[str, str] | None:
-    """Return the group and the file of which hydra complains that the configuration lacks it, or None."""
-    found = _NO_OPTION.match(_FULL_ERROR.sub("", complaint))
-    return (found["group"], found["name"]) if found else None
-
-
-def choice_of(word: str) -> tuple[str, str]:
-    """Return the group and the file that a word chooses, if its key is a group."""
+def is_refused(word: str, complaint: str) -> bool:
+    """Return whether hydra complains of the key of a word, or of the file that it chooses."""
     key, _, name = word.partition("=")
-    return key.partition("@")[0].lstrip("+"), name
+    if (path := unknown_in(complaint)) is not None:
+        return key == path
+    found = _NO_OPTION.match(complaint)
+    return found is not None and (key.partition("@")[0].lstrip("+"), name) == (found["group"], found["name"])
 
 
 def unknown_among(overrides: Iterable[str], has: Callable[[str], bool]) -> dict[str, str]:

@@ -91,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
             f"start it as before, python -m {entry.module}, and add +async_pipeline=True",
             *apply_entry_point(config, entry),
         )
-    found = _checked_elsewhere(problems, config)
-    notes = (*rewriting, *moved, *found.translation.notes, *set_verls_keys(config, found, overrides))
+    rewriting = (*rewriting, *moved)
+    found = _checked_elsewhere(problems, config, rewriting)
+    notes = (*rewriting, *found.translation.notes, *set_verls_keys(config, found, overrides))
     warning = check_engine(config, found.translation.config.engine_check)
     notes = (*notes, *(f"not checked: {one}" for one in found.unchecked))
     notes = notes if warning is None else (warning, *notes)
@@ -114,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _checked_elsewhere(problems: tuple[str, ...], config: DictConfig) -> Checked:
-    """Return what the checks find; if they refuse the config, print what they do not find here."""
+def _checked_elsewhere(problems: tuple[str, ...], config: DictConfig, notes: tuple[str, ...]) -> Checked:
+    """Return what the checks find; if they refuse the config, print `notes` and what is not here before."""
     absent = list[str]()
     # Where verl is imported after all, it warns about engines that are not installed.
     with warnings.catch_warnings():
@@ -123,8 +124,8 @@ def _checked_elsewhere(problems: tuple[str, ...], config: DictConfig) -> Checked
         try:
             return checked_with(problems, config, absent=absent)
         except ConfigError:
-            for line in absent:
-                echo(f"not checked: {line}", file=sys.stderr)
+            for line in (*notes, *(f"not checked: {one}" for one in absent)):
+                echo(line, file=sys.stderr)
             raise
 
 

@@ -18,14 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.keys.misplaced import unknown_key
-from ...config.keys.overrides import (
-    choice_of,
-    explain_complaint,
-    sets,
-    unknown_among,
-    unknown_in,
-    wrong_choice_in,
-)
+from ...config.keys.overrides import explain_complaint, is_refused, sets, unknown_among, unknown_in
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from .. import replaced
@@ -74,14 +67,13 @@ def composed(folder: Path | None, name: str, overrides: list[str]) -> tuple[Dict
     try:
         return _composed_by_hydra(folder, name, overrides), ()
     except (HydraException, ValueError) as error:
-        if unknown_in(str(error)) is None and wrong_choice_in(str(error)) is None:
+        if not any(is_refused(word, str(error)) for word in overrides):
             raise _as_config_error(error) from None
     # Without plain overrides there is no unknown key, and the rest shows which ones are.
-    base, chosen, wrong, absent = _with_choices(folder, name, [word for word in overrides if _chooses(word)])
+    base, chosen, wrong = _with_choices(folder, name, [word for word in overrides if _chooses(word)])
     words = [word for word in overrides if word in chosen or not _chooses(word)]
     unknown = unknown_among(words, lambda path: _has(base, path))
-    paths = [path for path in dict.fromkeys(unknown.values()) if absent.isdisjoint(path.split("."))]
-    problems = tuple(_unknown(path, overrides) for path in paths)
+    problems = tuple(_unknown(path, overrides) for path in dict.fromkeys(unknown.values()))
     try:
         config = _composed_by_hydra(folder, name, [word for word in words if word not in unknown])
     except (HydraException, ValueError) as error:
@@ -91,29 +83,21 @@ def composed(folder: Path | None, name: str, overrides: list[str]) -> tuple[Dict
 
 def _with_choices(
     folder: Path | None, name: str, words: list[str]
-) -> tuple[DictConfig, list[str], list[str], set[str]]:
-    """Return the configuration with choices of files and added keys, the words that hydra takes, a line for
-    each of the others, and the files that are not there, of which such a line names the section, too.
+) -> tuple[DictConfig, list[str], list[str]]:
+    """Return the configuration with choices of files and added keys, the words that hydra takes, and a line
+    for each of the others.
 
     Raises ConfigError if hydra refuses the configuration for another reason.
     """
-    problems, absent = list[str](), set[str]()
+    problems = list[str]()
     while True:
         try:
-            return _composed_by_hydra(folder, name, words), words, problems, absent
+            return _composed_by_hydra(folder, name, words), words, problems
         except (HydraException, ValueError) as error:
-            path, choice = unknown_in(str(error)), wrong_choice_in(str(error))
-            absent |= {choice[1]} if choice else set()
-            left = [
-                word
-                for word in words
-                if (key := word.partition("=")[0]) != path
-                and choice_of(word) != choice
-                and absent.isdisjoint(key.split("."))
-            ]
+            left = [word for word in words if not is_refused(word, str(error))]
             if left == words:
                 raise _as_config_error(error) from None
-            words = left
+            path, words = unknown_in(str(error)), left
             problems.append(str(_as_config_error(error)) if path is None else _unknown(path, words))
 
 

@@ -131,9 +131,10 @@ def _translate(review: Review) -> None:
         try:
             found = resolve(review.raw)
         except ConfigError as error:
-            problems += error.problems
             wrong = [problem.partition(" ")[0] for problem in error.problems]
-            if any(path.startswith(DECISIVE) or select(review.raw, path) is None for path in wrong):
+            stuck = not set(problems).isdisjoint(error.problems)
+            problems += [] if stuck else error.problems
+            if stuck or any(path.startswith(DECISIVE) or select(review.raw, path) is None for path in wrong):
                 raise ConfigError(*problems) from None
             with open_dict(review.config):
                 remove_keys(review.config, wrong)
