@@ -42,6 +42,8 @@ def test_every_note_says_something() -> None:
     [
         "data.train_batch_size=8",
         f"{ROLLOUT}.mode=async",
+        f"{ROLLOUT}.load_format=auto",
+        "data.return_raw_chat=True",
         f"{ROLLOUT}.engine_kwargs.vllm={{a:1}}",
         "trainer.v1.sampler.max_off_policy_threshold=null",
         f"{ACTOR}.strategy=fsdp2",

@@ -206,8 +206,13 @@ def test_truncated_sampling_is_refused_where_its_log_probs_count(
 def test_all_problems_are_listed_in_one_call(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["data.nothing=1", "trainer.total_training_stesp=2", "trainer.val_only=True"]
     wrong += ["actor_rollout_ref.model.lora.rank=8"]
-    assert main([*SMOKE, *wrong, "data.seed=1"]) == 2
-    first, *listed = capsys.readouterr().err.splitlines()
+    others = ["data.train_files=elsewhere.parquet", "reward_model.reward_manager=dapo"]
+    assert main([*SMOKE, *wrong, "data.seed=1", *others]) == 2
+    before, colon, problems = capsys.readouterr().err.partition(" problems:")
+    *notes, first = (before + colon).splitlines()
+    listed = problems.splitlines()[1:]
+    assert notes[0] == "reward_model.reward_manager=dapo -> reward.reward_manager.name=dapo"
+    assert any(note.startswith("not checked: ") and "elsewhere.parquet" in note for note in notes)
     assert first == "async-pipeline explain: 4 problems:"
     assert listed[0].startswith("  1. data.nothing is not a key of this config")
     assert "did you mean 'total_training_steps'?" in listed[1]
@@ -292,16 +297,23 @@ def test_what_a_command_line_lacks_is_named_with_a_remedy_that_helps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     more = ["data.train_batch_size=64", "actor_rollout_ref.rollout.nnodes=1"]
-    assert main(of_verl(*more, "model_engine=nowhere")) == 2
-    assert "model_engine must be one of dp, megatron, " in capsys.readouterr().err
+    others = ["model_engine=nowhere", "actor_rollout_ref.actor.nowhere.size=2", "trainer.val_only=True"]
+    assert main(of_verl(*more, *others, "actor@actor_rollout_ref.actor=nowhere_actor")) == 2
+    error = capsys.readouterr().err
+    assert "4 problems" in error and "3. actor_rollout_ref.actor.nowhere.size is not a key" in error
+    assert "4. trainer.val_only must be False" in error
+    assert "model_engine must be one of dp, megatron, " in error and "actor must be one of actor, " in error
     assert main(of_verl(*more, "--config-name=nowhere")) == 2
     assert "nowhere is not one of verl's configurations; give its folder" in capsys.readouterr().err
     # A word without a dot may choose a file, and another key that resembles one is set.
     more += ["data.max_prompt_length=64", "data.max_obs_length=8", "max_turns=2", "trainer.val_only=True"]
-    more.append("hydra.run.dir=.")
+    more += ["actor_rollout_ref.rollout.agent.activate_agent=1", "hydra.run.dir=."]
     assert main(of_verl(*more)) == 2
     error = capsys.readouterr().err
-    assert "3 problems" in error and "1. max_turns is not a key of this config; leave it out" in error
+    assert (
+        "agent.activate_agent is not a key of this config, nor of its section's class; leave it out" in error
+    )
+    assert "4 problems" in error and "1. max_turns is not a key of this config; leave it out" in error
     assert "2. data.max_obs_length is not a key of this config, and no code of verl reads it" in error
 
 

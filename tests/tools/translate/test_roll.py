@@ -340,7 +340,7 @@ def test_the_run_of_a_published_file_passes_all_checks(name: str, load: Load, tm
     ]
     config, unknown = explain.composed(None, "ppo_trainer", [*overrides_of(found), *by_hand])
     assert not unknown
-    checked = load("recipe.async_pipeline.verl_bridge.rules.config_checks").checked(config, planning=True)
+    checked = load("recipe.async_pipeline.verl_bridge.rules.config_checks").checked(config, absent=[])
     assert checked.translation.config.staleness.max_lag == 1
     assert checked.translation.config.strategy == "one_step_off"
     actor = config.actor_rollout_ref.actor

@@ -204,7 +204,7 @@ def test_a_rank_that_vllm_does_not_serve_is_refused(
     with pytest.raises(ConfigError, match="lora_rank must be at most 512, .* got 1024; lower it"):
         checks.checked(smoke(adapters))
     monkeypatch.setattr(checks, "largest_adapter_rank", lambda: None)
-    unread = checks.checked(smoke(adapters), planning=True)
+    unread = checks.checked(smoke(adapters), absent=[])
     assert unread.unchecked == ("the largest rank of an adapter, for which verl asks vllm",)
 
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...errors import ConfigError
 from ..paths import select
 from ..placement import Placement, Pool
 from .divisibility import check_divides, divisor_below
+from .refusals import check_all
 from .training_engine import OTHERS
 
 ACTOR, REF, ROLLOUT, CRITIC = (
@@ -34,6 +36,19 @@ BATCH = "data.train_batch_size"
 DYNAMIC = f"{ACTOR}.use_dynamic_bsz"
 _OF_ACTOR = f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 """The deprecated and the present key."""
+_OF_LOGP = "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu"
+MICRO_BATCHES = {
+    "train": (DYNAMIC, ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"),
+    "logp": (DYNAMIC, ROLLOUT, *_OF_LOGP),
+    "ref_logp": (f"{REF}.log_prob_use_dynamic_bsz", REF, *_OF_LOGP),
+    "critic": (
+        f"{CRITIC}.use_dynamic_bsz",
+        CRITIC,
+        "ppo_infer_max_token_len_per_gpu",
+        "ppo_micro_batch_size_per_gpu",
+    ),
+}
+"""Of each stage: whether its micro-batches are packed by tokens, and in which section their sizes are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +77,28 @@ def fit_batch_sizes(config: Mapping[str, Any], placement: Placement) -> dict[str
     """Return a smaller micro-batch, which changes no result, for each that does not divide its samples, with
     why.
 
-    Raises ConfigError if a batch or a mini-batch of this resolved verl config cannot be divided.
+    Raises ConfigError with everything that is wrong with the sizes of this resolved verl config.
     """
     engines = dict(_engines(config, placement))
-    for ranks, prefix, model in engines.values():
-        _check_mesh(config, ranks, prefix, model)
+    ranks = {role: of for role, (of, _, _) in engines.items()}
+    rows: dict[str, tuple[int, str]] = {}
+    fitted: dict[str, tuple[int, str]] = {}
 
-    train, critic = engines["train"][0], engines["critic"][0] if "critic" in engines else None
-    _check_mini_batches(config, train, critic)
-    fitted = _fit_training(config, train)
+    def divide() -> None:
+        check_all(*(partial(_check_mesh, config, *engine) for engine in engines.values()))
+        _check_mini_batches(config, ranks)
+        rows.update(_rows(config, ranks))
 
-    batches = _batches(config, train, critic)
-    if "logp" in engines:
-        fitted |= _fit_forward(config, "logp", ROLLOUT, engines["logp"][0], batches)
-    elif not select(config, DYNAMIC):
-        # verl asks for the size and does not use it.
-        _require_size(config, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", DYNAMIC)
-    if "ref_logp" in engines:
-        fitted |= _fit_forward(config, "ref_logp", REF, engines["ref_logp"][0], batches)
-    if critic is not None:
-        _check_critic(config, critic)
+    def fit(role: str) -> None:
+        fitted.update(_fit_micro_batch(config, role, rows.get(role)))
+
+    check_all(
+        divide,
+        partial(_check_packing, config),
+        *(partial(_check_tokens, config, role, of) for role, of in ranks.items()),
+        # Without a stage for log-probs, verl asks for their size and does not use it.
+        *(partial(fit, role) for role in dict.fromkeys(("train", "logp", *ranks))),
+    )
     return fitted
 
 
@@ -168,79 +185,117 @@ def _check_mesh(config: Mapping[str, Any], ranks: Ranks, fsdp: str, model: str) 
     if fsdp.endswith(".megatron"):
         _check_megatron_mesh(config, ranks, fsdp)
         return
+    if problems := tuple(_faults_of_mesh(config, ranks, fsdp, model)):
+        raise ConfigError(*problems)
+
+
+def _faults_of_mesh(config: Mapping[str, Any], ranks: Ranks, fsdp: str, model: str) -> Iterator[str]:
     devices, sequence = ranks.pool.devices, ranks.sequence
     if devices % sequence:
-        raise ConfigError(
+        yield (
             f"{ranks.sequence_path} must divide the {devices} devices of pool {ranks.pool.name}, got "
             f"{sequence}; set it to {divisor_below(devices, sequence)}"
         )
-    if devices % ranks.size:
-        raise ConfigError(
+    elif devices % ranks.size:
+        yield (
             f"the parallel sizes of {fsdp} must together divide the {devices} devices of pool "
             f"{ranks.pool.name}, got {ranks.size}; reduce them"
         )
     if sequence > 1 and not select(config, f"{model}.use_remove_padding"):
-        raise ConfigError(
+        yield (
             f"{model}.use_remove_padding must be True with {ranks.sequence_path}={sequence}, got False; "
             "set it"
         )
     path = f"{fsdp}.fsdp_size"
     size = _whole(config, path, default=-1)
     if size == 0 or (0 < size < devices and devices % size):
-        raise ConfigError(
+        yield (
             f"{path} must divide the {devices} devices of pool {ranks.pool.name}, got {size}; set it to -1 "
             f"(all of them) or {divisor_below(devices, size)}"
         )
 
 
-def _check_mini_batches(config: Mapping[str, Any], train: Ranks, critic: Ranks | None) -> None:
+def _check_mini_batches(config: Mapping[str, Any], ranks: Mapping[str, Ranks]) -> None:
     """Raises ConfigError if a mini-batch is larger than the batch, or does not divide over its ranks."""
     batch, n = int(select(config, BATCH)), int(select(config, f"{ROLLOUT}.n"))
-    sections = [(ACTOR, train, "actor")] + ([(CRITIC, critic, "critic")] if critic else [])
-    for section, _, _ in sections:
+
+    def check(section: str, name: str, of: Ranks) -> None:
         path = f"{section}.ppo_mini_batch_size"
         if (size := int(select(config, path))) > batch:
+            fits = batch - batch % (of.number // math.gcd(of.number, n))
+            less = f"set it to {fits}, or " if fits else ""
+            raise ConfigError(f"{path} must be at most {BATCH}={batch}, got {size}; {less}use larger batches")
+        check_divides(of.pool, size * n, f"a mini-batch ({name}.ppo_mini_batch_size x rollout.n)", of.size)
+
+    def check_batch(devices: int) -> None:
+        fsdp = select(config, f"{ACTOR}.strategy") != "megatron"
+        if fsdp and not select(config, DYNAMIC) and batch * n % devices:
+            # verl's own check, which knows no sequence parallelism.
+            unit = devices // math.gcd(devices, n)
             raise ConfigError(
-                f"{path} must be at most {BATCH}={batch}, got {size}; set it to {batch}, or use larger "
-                "batches"
+                f"{BATCH} x {ROLLOUT}.n must be divisible by the {devices} training devices, got "
+                f"{batch} x {n} = {batch * n}; set {BATCH} to {-(-batch // unit) * unit}, or {DYNAMIC}=True"
             )
-    for section, ranks, name in sections:
-        samples = int(select(config, f"{section}.ppo_mini_batch_size")) * n
-        check_divides(
-            ranks.pool, samples, f"a mini-batch ({name}.ppo_mini_batch_size x rollout.n)", ranks.size
-        )
-    fsdp = select(config, f"{ACTOR}.strategy") != "megatron"
-    if fsdp and not select(config, DYNAMIC) and batch * n % train.pool.devices:
-        # verl's own check, which knows no sequence parallelism.
-        unit = train.pool.devices // math.gcd(train.pool.devices, n)
-        raise ConfigError(
-            f"{BATCH} x {ROLLOUT}.n must be divisible by the {train.pool.devices} training devices, got "
-            f"{batch} x {n} = {batch * n}; set {BATCH} to {-(-batch // unit) * unit}, or {DYNAMIC}=True"
-        )
+
+    train, critic = ranks["train"], ranks.get("critic")
+    check_all(
+        partial(check, ACTOR, "actor", train),
+        *([partial(check, CRITIC, "critic", critic)] if critic else []),
+        partial(check_batch, train.pool.devices),
+    )
 
 
-def _fit_training(config: Mapping[str, Any], train: Ranks) -> dict[str, tuple[int, str]]:
-    """Raises ConfigError if a mini-batch of a training rank cannot be split into micro-batches."""
-    fitted: dict[str, tuple[int, str]] = {}
-    if select(config, DYNAMIC):
-        _check_tokens(config, f"{ACTOR}.ppo_max_token_len_per_gpu", train)
-    else:
-        mini = int(select(config, f"{ACTOR}.ppo_mini_batch_size")) * int(select(config, f"{ROLLOUT}.n"))
-        rows = mini // train.number
-        path = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-        size = _require_size(config, path, DYNAMIC, rows)
-        what = (
-            f"the {rows} samples that each rank trains in a mini-batch "
-            f"(actor.ppo_mini_batch_size x rollout.n / {train.number} ranks)"
+def _rows(config: Mapping[str, Any], ranks: Mapping[str, Ranks]) -> dict[str, tuple[int, str]]:
+    """Return the samples that a rank of each stage splits into micro-batches, and what they are.
+
+    Raises ConfigError if a whole batch cannot be split over the ranks that compute log-probs.
+    """
+    train = ranks["train"]
+    mini = int(select(config, f"{ACTOR}.ppo_mini_batch_size")) * int(select(config, f"{ROLLOUT}.n"))
+    rows = mini // train.number
+    what = (
+        f"the {rows} samples that each rank trains in a mini-batch "
+        f"(actor.ppo_mini_batch_size x rollout.n / {train.number} ranks)"
+    )
+    found = {"train": (rows, what)}
+    batches = _batches(config, train, ranks.get("critic"))
+    forward = {role: ranks[role] for role in ("logp", "ref_logp") if role in ranks}
+    check_all(
+        *(
+            partial(check_divides, of.pool, samples, f"a batch of {role} ({what})", of.size)
+            for role, of in forward.items()
+            for samples, what in batches.items()
         )
-        fitted = _fit(path, size, rows, what)
-    logp = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
-    dynamic = bool(select(config, DYNAMIC))
+    )
+    for role, of in forward.items():
+        rows = math.gcd(*batches) // of.number
+        found[role] = (
+            rows,
+            f"the {rows} samples of a batch on each rank of {role} "
+            f"({BATCH} x rollout.n / {of.number} ranks, padded to whole mini-batches)",
+        )
+    return found
+
+
+def _check_packing(config: Mapping[str, Any]) -> None:
+    logp, dynamic = f"{ROLLOUT}.log_prob_use_dynamic_bsz", bool(select(config, DYNAMIC))
     if bool(select(config, logp)) != dynamic:
         raise ConfigError(
             f"{logp} must equal {DYNAMIC}={dynamic}, got {select(config, logp)!r}; leave it out"
         )
-    return fitted
+
+
+def _fit_micro_batch(
+    config: Mapping[str, Any], role: str, samples: tuple[int, str] | None
+) -> dict[str, tuple[int, str]]:
+    """Raises ConfigError if micro-batches have no size, or cannot divide `samples`, as far as known."""
+    dynamic, section, _, name = MICRO_BATCHES[role]
+    if select(config, dynamic):
+        return {}
+    rows, what = samples or (None, "")
+    path = f"{section}.{name}"
+    size = _require_size(config, path, dynamic, rows)
+    return {} if rows is None else _fit(path, size, rows, what)
 
 
 def _fit(path: str, size: int, rows: int, what: str) -> dict[str, tuple[int, str]]:
@@ -254,25 +309,6 @@ def _fit(path: str, size: int, rows: int, what: str) -> dict[str, tuple[int, str
     if min(size, rows) > 2 * fits:
         raise ConfigError(f"{path} must divide {what}, got {size}; use {DYNAMIC}=True, or set it to {fits}")
     return {path: (fits, f"{size} does not divide {what}")}
-
-
-def _fit_forward(
-    config: Mapping[str, Any], role: str, prefix: str, ranks: Ranks, batches: Mapping[int, str]
-) -> dict[str, tuple[int, str]]:
-    """Raises ConfigError if a whole batch cannot be split over the ranks that compute log-probs."""
-    for samples, what in batches.items():
-        check_divides(ranks.pool, samples, f"a batch of {role} ({what})", ranks.size)
-    if select(config, f"{prefix}.log_prob_use_dynamic_bsz"):
-        _check_tokens(config, f"{prefix}.log_prob_max_token_len_per_gpu", ranks)
-        return {}
-    rows = math.gcd(*batches) // ranks.number
-    path = f"{prefix}.log_prob_micro_batch_size_per_gpu"
-    size = _require_size(config, path, f"{prefix}.log_prob_use_dynamic_bsz", rows)
-    what = (
-        f"the {rows} samples of a batch on each rank of {role} "
-        f"({BATCH} x rollout.n / {ranks.number} ranks, padded to whole mini-batches)"
-    )
-    return _fit(path, size, rows, what)
 
 
 def _batches(config: Mapping[str, Any], train: Ranks, critic: Ranks | None) -> dict[int, str]:
@@ -290,16 +326,13 @@ def _batches(config: Mapping[str, Any], train: Ranks, critic: Ranks | None) -> d
     return {size: what if size == samples else f"{what}, padded to mini-batches" for size in padded}
 
 
-def _check_critic(config: Mapping[str, Any], critic: Ranks) -> None:
-    """Raises ConfigError if verl would refuse the critic's settings."""
-    if not select(config, f"{CRITIC}.use_dynamic_bsz"):
-        # As above.
-        _require_size(config, f"{CRITIC}.ppo_micro_batch_size_per_gpu", f"{CRITIC}.use_dynamic_bsz")
-    _check_tokens(config, f"{CRITIC}.ppo_infer_max_token_len_per_gpu", critic, default=32768)
-
-
-def _check_tokens(config: Mapping[str, Any], path: str, ranks: Ranks, default: int | None = None) -> None:
-    """Raises ConfigError if the longest sequence does not fit into a micro-batch."""
+def _check_tokens(config: Mapping[str, Any], role: str, ranks: Ranks) -> None:
+    """Raises ConfigError if the longest sequence does not fit into a micro-batch that is packed by tokens."""
+    dynamic, section, name, _ = MICRO_BATCHES[role]
+    path = f"{section}.{name}"
+    default = 32768 if role == "critic" else None
+    if default is None and not select(config, dynamic):
+        return
     most = _whole(config, path, least=1, default=default) * ranks.sequence
     longest = sum(_whole(config, f"{ROLLOUT}.{name}_length", least=1) for name in ("prompt", "response"))
     if most < longest:

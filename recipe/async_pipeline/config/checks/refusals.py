@@ -112,7 +112,7 @@ def check_all(*checks: Callable[[], object]) -> None:
             if not problems:
                 raise
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*dict.fromkeys(problems))
 
 
 # Values that keys may have.

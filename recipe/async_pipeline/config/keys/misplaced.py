@@ -147,11 +147,12 @@ def _read_in() -> Mapping[str, list[str]]:
     return found
 
 
-def unknown_key(path: str, near: str | None = None, *, read: bool = True) -> str:
+def unknown_key(path: str, near: str | None = None, *, read: bool = True, fixed: bool = False) -> str:
     """Return the one-line message for a path that hydra does not find in the config.
 
     `near`: the key of verl's of which it is a misspelling; with a `+`, it would be refused as well.
     `read`: whether code of verl may read it, as it does some keys that its configuration does not have.
+    `fixed`: whether the section has a class, which takes no further keys.
     """
     if near is not None:
         return f"{path} is not a key of this config; did you mean {near!r}?"
@@ -159,6 +160,8 @@ def unknown_key(path: str, near: str | None = None, *, read: bool = True) -> str
         places = _places().get(path.rpartition(".")[2], ())
         if places and path not in places:
             return f"{path} is not a key of this config; leave it out, or set {' or '.join(places)}"
+        if fixed:
+            return f"{path} is not a key of this config, nor of its section's class; leave it out"
         if not (read or places):
             return (
                 f"{path} is not a key of this config, and no code of verl reads it; leave it out, or write "

@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -86,6 +87,7 @@ _BUCKET = Moved(f"++{OWN}.weight_sync.gather_bucket_size_mb")
 _ASYNCHRONOUS = (f"{MODE}=separate_async", f"{MODE}=colocate_async")
 _DEPTH = f"{_ROLLOUT}.engine_kwargs.ENGINE".count(".")
 _INTERACTION = f"{_ROLLOUT}.multi_turn.interaction_config_path"
+_MESH = ("tensor", "pipeline", "expert")
 _SAMPLER, _SEPARATE = "trainer.v1.sampler", "trainer.v1.separate_async"
 
 MOVED: Mapping[str, Moved] = {
@@ -157,6 +159,12 @@ MOVED: Mapping[str, Moved] = {
     f"{_ROLLOUT}.name": Moved(
         f"{_ROLLOUT}.name", "verl generates with engines only", convert={"hf": "vllm"}.get
     ),
+    f"{_ROLLOUT}.load_format": Moved(
+        f"{_ROLLOUT}.load_format",
+        "verl's older loaders are gone",
+        convert=dict.fromkeys(("dummy_dtensor", "dummy_hf", "dummy_megatron"), "dummy").get,
+    ),
+    "data.return_raw_chat": Moved("data.return_raw_chat", "empty means False", convert={"": "False"}.get),
     f"{_ROLLOUT}.n_agent": Moved(f"{_ROLLOUT}.n"),
     f"{_ROLLOUT}.update_weights_bucket_megabytes": _BUCKET,
     f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": _BUCKET,
@@ -302,6 +310,7 @@ def corrected(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         | _longest_response(raw)
         | _micro_batches(raw)
         | _sizes_of_critic(raw)
+        | _sizes_of_experts(raw)
     )
 
 
@@ -309,6 +318,12 @@ def _training(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     if _publishes(raw) and select(raw, f"{_ACTOR}.strategy") == "fsdp":
         found[f"{_ACTOR}.strategy"] = "fsdp2", "FSDP1 cannot publish LoRA adapters that are not merged"
+    for path in ("trainer.test_freq", "trainer.save_freq"):
+        if select(raw, path) is False:
+            found[path] = -1, "it is a number of steps, and False means never"
+    manager = "reward.reward_manager.name"
+    if select(raw, manager) == "prime":
+        found[manager] = "naive", "verl 0.9 has no prime, and its reward workers score concurrently, too"
     mode = select(raw, "trainer.resume_mode")
     if mode in ("auto", "disable") and select(raw, "trainer.resume_from_path") is not None:
         found["trainer.resume_from_path"] = None, f"resume_mode={mode} does not read it"
@@ -419,11 +434,26 @@ def _sizes_of_critic(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     ):
         return {}
     found = {}
-    for name in ("tensor", "pipeline", "expert"):
+    for name in _MESH:
         size = select(raw, f"{_ACTOR}.megatron.{name}_model_parallel_size")
         path = f"critic.megatron.{name}_model_parallel_size"
         if isinstance(size, int) and size > 1 and select(raw, path) == 1:
             found[path] = size, "models on the same devices share Megatron's process groups"
+    return found
+
+
+def _sizes_of_experts(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Keep experts whole on a device, verl's older default, where the present one does not fit."""
+    found: dict[str, tuple[Any, str]] = {}
+    for section in (f"{_ACTOR}.megatron", "critic.megatron"):
+        path = f"{section}.expert_tensor_parallel_size"
+        sizes = [select(raw, f"{section}.{name}_model_parallel_size") for name in _MESH]
+        sizes += [select(raw, f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node")]
+        if select(raw, path) is not None or not all(isinstance(size, int) and size > 0 for size in sizes):
+            continue
+        tensor, groups, devices = sizes[0], math.prod(sizes[1:3]), math.prod(sizes[3:])
+        if sizes[2] > 1 and devices % (tensor * groups) and devices % groups == 0:
+            found[path] = 1, f"{tensor} x {groups} devices for experts do not divide {devices}"
     return found
 
 

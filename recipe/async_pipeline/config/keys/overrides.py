@@ -40,6 +40,15 @@ def unknown_in(complaint: str) -> str | None:
     return found[1] if found else None
 
 
+def is_refused(word: str, complaint: str) -> bool:
+    """Return whether hydra complains of the key of a word, or of the file that it chooses."""
+    key, _, name = word.partition("=")
+    if (path := unknown_in(complaint)) is not None:
+        return key == path
+    found = _NO_OPTION.match(complaint)
+    return found is not None and (key.partition("@")[0].lstrip("+"), name) == (found["group"], found["name"])
+
+
 def unknown_among(overrides: Iterable[str], has: Callable[[str], bool]) -> dict[str, str]:
     """Return the words whose key neither the config nor an earlier `+` has, with the keys."""
     found, added = {}, set[str]()

@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import warnings
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ...config.keys.entry_points import EntryPoint, entry_of_command
 from ...config.keys.misplaced import SWITCHES
 from ...config.keys.older_verl import modernised
 from ...config.keys.overrides import quote_names
 from ...console import echo
+from ...errors import ConfigError
 from ...installed.engines import installed
 from ...installed.verl import find_verl_root
 from ...verl_bridge.launch.command_line import checked_with, composed, of_verls_entry_point
 from ...verl_bridge.launch.engine_contract import check_engine
 from ...verl_bridge.launch.entry_points import apply_entry_point
-from ...verl_bridge.rules.config_checks import set_verls_keys
+from ...verl_bridge.rules.config_checks import Checked, set_verls_keys
 from ...verl_bridge.rules.spelling import without_unread
 from ...verl_bridge.rules.verl_keys import has_key
 from ..explain.reference import render_help
@@ -89,11 +91,9 @@ def run(args: argparse.Namespace) -> int:
             f"start it as before, python -m {entry.module}, and add +async_pipeline=True",
             *apply_entry_point(config, entry),
         )
-    # Where verl is imported after all, it warns about engines that are not installed.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = checked_with(problems, config, planning=True)
-    notes = (*rewriting, *moved, *found.translation.notes, *set_verls_keys(config, found, overrides))
+    rewriting = (*rewriting, *moved)
+    found = _checked_elsewhere(problems, config, rewriting)
+    notes = (*rewriting, *found.translation.notes, *set_verls_keys(config, found, overrides))
     warning = check_engine(config, found.translation.config.engine_check)
     notes = (*notes, *(f"not checked: {one}" for one in found.unchecked))
     notes = notes if warning is None else (warning, *notes)
@@ -113,6 +113,20 @@ def run(args: argparse.Namespace) -> int:
     for line in (*notes, *describe_plan(plan)):
         echo(line)
     return 0
+
+
+def _checked_elsewhere(problems: tuple[str, ...], config: DictConfig, notes: tuple[str, ...]) -> Checked:
+    """Return what the checks find; if they refuse the config, print `notes` and what is not here before."""
+    absent = list[str]()
+    # Where verl is imported after all, it warns about engines that are not installed.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return checked_with(problems, config, absent=absent)
+        except ConfigError:
+            for line in (*notes, *(f"not checked: {one}" for one in absent)):
+                echo(line, file=sys.stderr)
+            raise
 
 
 def _of_entry_point(entry: EntryPoint, args: argparse.Namespace) -> tuple[Path | None, str, list[str]]:

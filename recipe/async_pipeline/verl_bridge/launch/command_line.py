@@ -18,11 +18,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.keys.misplaced import unknown_key
-from ...config.keys.overrides import explain_complaint, sets, unknown_among, unknown_in
+from ...config.keys.overrides import explain_complaint, is_refused, sets, unknown_among, unknown_in
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from .. import replaced
 from ..rules.config_checks import Checked, checked
+from ..rules.spelling import takes_no
 from ..rules.verl_keys import is_read, near_key
 
 
@@ -58,14 +59,15 @@ def of_verls_entry_point(folder: Path) -> Path:
 
 
 def composed(folder: Path | None, name: str, overrides: list[str]) -> tuple[DictConfig, tuple[str, ...]]:
-    """Return the configuration as verl's entry point would see it, and a line for each unknown key, left out.
+    """Return the configuration as verl's entry point would see it, and a line for each unknown key or choice
+    of a file, left out.
 
     Raises ConfigError if hydra refuses the configuration for another reason.
     """
     try:
         return _composed_by_hydra(folder, name, overrides), ()
     except (HydraException, ValueError) as error:
-        if unknown_in(str(error)) is None:
+        if not any(is_refused(word, str(error)) for word in overrides):
             raise _as_config_error(error) from None
     # Without plain overrides there is no unknown key, and the rest shows which ones are.
     base, chosen, wrong = _with_choices(folder, name, [word for word in overrides if _chooses(word)])
@@ -92,18 +94,17 @@ def _with_choices(
         try:
             return _composed_by_hydra(folder, name, words), words, problems
         except (HydraException, ValueError) as error:
-            path = unknown_in(str(error))
-            left = [word for word in words if word.partition("=")[0] != path]
-            if path is None or left == words:
+            left = [word for word in words if not is_refused(word, str(error))]
+            if left == words:
                 raise _as_config_error(error) from None
-            words = left
-            problems.append(_unknown(path, words))
+            path, words = unknown_in(str(error)), left
+            problems.append(str(_as_config_error(error)) if path is None else _unknown(path, words))
 
 
 def _unknown(path: str, overrides: list[str]) -> str:
     near = near_key(path)
     given = near is not None and sets(overrides, f"{path.rpartition('.')[0]}.{near}".lstrip("."))
-    return unknown_key(path, None if given else near, read=is_read(path))
+    return unknown_key(path, None if given else near, read=is_read(path), fixed=takes_no(path))
 
 
 def _has(config: Any, path: str) -> bool:
@@ -133,13 +134,15 @@ def _composed_by_hydra(folder: Path | None, name: str, overrides: list[str]) -> 
         return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
 
 
-def checked_with(problems: tuple[str, ...], config: DictConfig, *, planning: bool = False) -> Checked:
+def checked_with(
+    problems: tuple[str, ...], config: DictConfig, *, absent: list[str] | None = None
+) -> Checked:
     """Return what the checks of a run find. Raises ConfigError with `problems` and the new ones.
 
-    `planning`: see `config_checks.checked`.
+    `absent`: see `config_checks.checked`.
     """
     try:
-        found = checked(config, planning=planning)
+        found = checked(config, absent=absent)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from None
     if problems or found is None:

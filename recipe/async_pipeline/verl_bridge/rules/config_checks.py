@@ -22,7 +22,7 @@ from ...config.checks.verl_options import REWARDS
 from ...config.derived.adapters import ASSUMED_RANK, MODEL, adapter_rank, publishes_adapters, rank_in
 from ...config.derived.sample_store import fit_capacity
 from ...config.keys.aliases import BYPASS, FOREIGN
-from ...config.keys.misplaced import SWITCHES
+from ...config.keys.misplaced import FILES_OF, SWITCHES
 from ...config.keys.older_verl import corrected
 from ...config.keys.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ...config.keys.without_effect import profiling_off
@@ -50,6 +50,8 @@ from .spelling import check_spelling
 from .verl_keys import keys_without_effect
 
 FOREIGN_PATHS = tuple(key.path for key in FOREIGN)
+DECISIVE = (POOLS, RATIOS, TASK_RATIOS, f"{OWN}.agentic", *FILES_OF)
+"""Keys without which later checks would refuse what is right."""
 
 
 class Checked(NamedTuple):
@@ -71,8 +73,8 @@ class Review:
     """The user's config. `_resolve` resolves the interpolations of this package's knobs, no others."""
     config: DictConfig
     """A copy in which verl's own keys get the values that follow from our keys."""
-    planning: bool = False
-    """Whether files may be missing, because the run is elsewhere."""
+    absent: list[str] | None = None
+    """See `checked`."""
     unchecked: list[str] = field(default_factory=list)
     translation: Translation = field(init=False)
     resolved: Mapping[str, Any] = field(init=False)
@@ -88,11 +90,16 @@ class Review:
         """Whether verl takes old log-probs from the rollout."""
         return bool(OmegaConf.select(self.config, BYPASS))
 
+    @property
+    def planning(self) -> bool:
+        """Whether files may be missing, because the run is elsewhere."""
+        return self.absent is not None
 
-def checked(config: DictConfig, *, planning: bool = False) -> Checked | None:
+
+def checked(config: DictConfig, *, absent: list[str] | None = None) -> Checked | None:
     """Run `CHECKS` on a config. Returns what they found, or None if the config does not ask for the pipeline.
 
-    `planning`: the run is elsewhere, so that a file of the user may be missing here.
+    `absent`: of a run elsewhere, to which what is missing only here is added, one line each.
 
     Raises ConfigError with all problems, or PatchedVerlRequired, if the pipeline could not run; leaves the
     config as it is.
@@ -102,7 +109,7 @@ def checked(config: DictConfig, *, planning: bool = False) -> Checked | None:
     if not is_enabled(raw):
         require_no_stray_keys(raw)
         return None
-    review = Review(raw, copy.deepcopy(config), planning)
+    review = Review(raw, copy.deepcopy(config), absent, [] if absent is None else absent)
     if problems := tuple(_problems(review)):
         raise ConfigError(*problems)
     return Checked(review.translation, review.placement, review.old_logp, tuple(review.unchecked))
@@ -115,10 +122,28 @@ def _require_patches(review: Review) -> None:
 
 
 def _translate(review: Review) -> None:
-    """Raises ConfigError if one of our keys is unknown, misplaced, contradictory or has a wrong value."""
-    found = resolve(review.raw)
+    """Raises ConfigError if keys of ours are unknown, misplaced, contradictory or have wrong values.
+
+    The later checks go on without these, unless one is decisive.
+    """
+    problems, found = list[str](), None
+    while found is None:
+        try:
+            found = resolve(review.raw)
+        except ConfigError as error:
+            wrong = [problem.partition(" ")[0] for problem in error.problems]
+            stuck = not set(problems).isdisjoint(error.problems)
+            problems += [] if stuck else error.problems
+            if stuck or any(path.startswith(DECISIVE) or select(review.raw, path) is None for path in wrong):
+                raise ConfigError(*problems) from None
+            with open_dict(review.config):
+                remove_keys(review.config, wrong)
+            review.raw = cast("dict[str, Any]", OmegaConf.to_container(review.config, resolve=False))
+            _resolve(review)
     notes = (*found.notes, *keys_without_effect(review.raw))
     review.translation = replace(found, verl={**found.verl, **profiling_off(review.raw)}, notes=notes)
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _apply_translation(review: Review) -> None:
@@ -338,7 +363,8 @@ class Check(NamedTuple):
 
     run: Callable[[Review], object]
     stops: bool = False
-    """Whether no later check means anything if this one fails."""
+    """Whether no later check means anything if this one fails without what it `finds`."""
+    finds: str = ""
     needs: str = ""
     """What of the review an earlier check must have found."""
     last: bool = False
@@ -350,7 +376,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_require_patches, stops=True),
     Check(_resolve, stops=True),
     Check(lambda review: check_sections(review.config), stops=True),
-    Check(_translate, stops=True),
+    Check(_translate, stops=True, finds="translation"),
     Check(lambda review: _require_importable(review.knobs)),
     Check(lambda review: refuse(REWARDS, Settings(review.config, review.knobs))),
     Check(lambda review: check_environment(review.knobs.agentic)),
@@ -389,7 +415,7 @@ def _problems(review: Review) -> Iterator[str]:
             new = [problem for problem in error.problems if problem.partition(" ")[0] not in keys]
             yield from dict.fromkeys(new)
             keys.update(problem.partition(" ")[0] for problem in new)
-            if check.stops:
+            if check.stops and not hasattr(review, check.finds):
                 return
         except (*UNREADABLE, OmegaConfBaseException):
             if not keys:

@@ -36,17 +36,23 @@ CHECKED_ELSEWHERE = (POLICY_LOSS,)
 def check_spelling(config: DictConfig) -> None:
     """Raises ConfigError if a key in a section of verl is misspelled, or has the name of a knob."""
     tree = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-    check_all(*(partial(_check_section, path, section, tree) for path, section in _sections(tree, "")))
+    check_all(
+        *(
+            partial(_check_key, path, str(name), section[name], known, tree)
+            for path, section in _sections(tree, "")
+            if (known := _known(path, section))
+            for name in section
+            if name not in known
+        )
+    )
 
 
-def _check_section(path: str, section: Mapping[Any, Any], tree: dict[str, Any]) -> None:
-    known = _known(path, section)
-    for name in section.keys() - known if known else ():
-        key, value = f"{path}.{name}", section[name]
-        reject_in_place(key, value, tree)
-        near = near_key(str(name), known) if TARGET in section or path in PLAIN else None
-        if near is not None:
-            raise ConfigError(f"{key} is unknown, got {shown(key, value)}; did you mean {near!r}?")
+def _check_key(path: str, name: str, value: Any, known: frozenset[str], tree: dict[str, Any]) -> None:
+    key = f"{path}.{name}"
+    reject_in_place(key, value, tree)
+    has_all = path in PLAIN or TARGET in (select(tree, path) or {})
+    if has_all and (near := near_key(name, known)) is not None:
+        raise ConfigError(f"{key} is unknown, got {shown(key, value)}; did you mean {near!r}?")
 
 
 def near_key(name: str, known: frozenset[str]) -> str | None:
@@ -80,6 +86,13 @@ def _known(path: str, section: Mapping[Any, Any]) -> frozenset[str]:
         there = select(composed, path)
         known |= set(there) if isinstance(there, Mapping) else set()
     return frozenset(known)
+
+
+def takes_no(path: str) -> bool:
+    """Return whether a key is below a section of verl whose class would refuse it."""
+    section, name = _added(path) or ("", "")
+    classes = [_known(section, one) for one in _sections_at(section) if TARGET in one]
+    return bool(classes) and all(known and name not in known for known in classes)
 
 
 def without_unread(words: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
