@@ -168,12 +168,9 @@ class Queue:
 
 def start(store: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int) -> Queue:
     """Return an empty queue with this many storage units; 0 stands for a backend without them."""
-    storage = store.simple_storage
-    units = [store.PipelineSimpleStorageUnit.__new__(store.PipelineSimpleStorageUnit) for _ in range(number)]
-    for unit in units:
-        unit.storage_data = storage.StorageUnitData()
+    size = {"total_storage_size": 1000, "num_data_storage_units": number}
+    units = [store.PipelineSimpleStorageUnit(size) for _ in range(number)]
     made = Queue(units)
-
     act_here(store, monkeypatch, units)
     monkeypatch.setattr(store, "tq", made)
     return made
