@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.config.paths import OWN, nested
 
 LATENTS = np.arange(4 * 2, dtype=np.float32).reshape(4, 2, 1, 1)
-ROW = {"raw_prompt": [{"role": "user", "content": "red square"}], "global_steps": 3, "index": 5, "uid": "a"}
+ROW = {
+    "raw_prompt": [{"role": "user", "content": "red square"}],
+    "global_steps": 3,
+    "index": 5,
+    "uid": "a",
+    "session_id": 0,
+}
 
 
 class Client:
@@ -37,18 +44,25 @@ class Client:
         )
 
 
-def loop_of(
-    module: ModuleType, client: Any, seed: int = 1, *, at_once: bool = True, kept_pictures: int = 0
+class Tokenizer:
+    """Has a token for each word, its length."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def draw(
+    loop: Any, client: Client, row: dict[str, Any], *, seed: int = 1, at_once: bool = True, kept: int = 0
 ) -> Any:
-    made = object.__new__(module.DiffusionLoop)
+    """Return what an agent loop of this class returns for a row."""
     denoising = {"sde_window_size": 3, "sde_window_range": [0, 5], "height": 16, "width": 16}
-    made.config = OmegaConf.create(
-        {"actor_rollout_ref": {"model": {"denoising": denoising}}, "data": {"seed": seed}}
-    )
-    OmegaConf.update(made.config, f"{OWN}.reward.while_generating", at_once, force_add=True)
-    OmegaConf.update(made.config, f"{OWN}.diffusion.kept_pictures", kept_pictures, force_add=True)
-    made.rollout_config = SimpleNamespace(prompt_length=8)
-    made.server_manager = client
-    made.tokenizer = lambda text: {"input_ids": [len(word) for word in text.split()]}
-    made._begin()
-    return made
+    own = {"reward": {"while_generating": at_once}, "diffusion": {"kept_pictures": kept}}
+    actor = {"rollout": {"prompt_length": 8}, "model": {"denoising": denoising}}
+    config = OmegaConf.create({"actor_rollout_ref": actor, "data": {"seed": seed}, **nested({OWN: own})})
+
+    async def response() -> Any:
+        data = SimpleNamespace(config=config.data)
+        made = loop(SimpleNamespace(config=config), client, Tokenizer(), None, None, data)
+        return await made.run({}, **row)
+
+    return asyncio.run(response())

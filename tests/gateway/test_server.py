@@ -17,12 +17,24 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn")
 from recipe.async_pipeline.config.knobs.agentic import MAX_UNIX_DIR  # noqa: E402
 from recipe.async_pipeline.gateway.server import GatewayServer  # noqa: E402
-from tests import HANG_S
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"here"})
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def got(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    return await reader.read()
+
+
+async def require_answer(connection: Connection) -> None:
+    assert (await got(*connection)).endswith(b"here\r\n0\r\n\r\n")
+    connection[1].close()
 
 
 async def test_it_listens_on_a_free_port_of_loopback() -> None:
@@ -33,10 +45,7 @@ async def test_it_listens_on_a_free_port_of_loopback() -> None:
     assert len({server.port for server in servers}) == 2
     for server in servers:
         assert server.url == f"http://127.0.0.1:{server.port}"
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        assert (await reader.read()).endswith(b"here\r\n0\r\n\r\n")
-        writer.close()
+        await require_answer(await asyncio.open_connection("127.0.0.1", server.port))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     for server in servers:
         await server.stop()
@@ -66,10 +75,7 @@ async def test_it_also_listens_on_a_unix_socket_of_its_user(tmp_path: Path) -> N
     path = server.unix_socket
     assert path is not None and [*folder.iterdir()] == [path]
     assert path.stat().st_mode & 0o777 == 0o600
-    reader, writer = await asyncio.open_unix_connection(str(path))
-    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    assert (await reader.read()).endswith(b"here\r\n0\r\n\r\n")
-    writer.close()
+    await require_answer(await asyncio.open_unix_connection(str(path)))
     await server.stop()
     assert [*folder.iterdir()] == []
 
@@ -100,10 +106,7 @@ async def test_a_server_without_its_unix_socket_is_not_started_and_may_be_starte
     assert server.port == 0
     place.unlink()
     await server.start()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    assert (await reader.read()).endswith(b"here\r\n0\r\n\r\n")
-    writer.close()
+    await require_answer(await asyncio.open_connection("127.0.0.1", server.port))
     await server.stop()
 
 
@@ -114,15 +117,11 @@ async def test_the_folder_of_the_unix_socket_is_made_for_its_user_only(tmp_path:
     await server.stop()
 
 
-def test_the_longest_folder_of_the_configuration_leaves_room_for_the_name() -> None:
-    async def test(folder: str) -> None:
-        server = GatewayServer(app, folder)
+async def test_the_longest_folder_of_the_configuration_leaves_room_for_the_name() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        server = GatewayServer(app, f"{place}/{'a' * (MAX_UNIX_DIR - len(place) - 1)}")
         await server.start()
         await server.stop()
-
-    with tempfile.TemporaryDirectory(dir="/tmp") as place:
-        folder = f"{place}/{'a' * (MAX_UNIX_DIR - len(place) - 1)}"
-        asyncio.run(asyncio.wait_for(test(folder), HANG_S))
 
 
 def test_a_server_that_was_not_started_stops() -> None:
@@ -135,8 +134,7 @@ async def test_connections_leave_files_for_the_worker(monkeypatch: pytest.Monkey
     await server.start()
     opened = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
     reader, writer = opened[-1]
-    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    assert (await reader.read()).startswith(b"HTTP/1.1 503")
+    assert (await got(reader, writer)).startswith(b"HTTP/1.1 503")
     for _, writer in opened:
         writer.close()
     await server.stop()

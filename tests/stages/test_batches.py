@@ -21,28 +21,25 @@ pytestmark = pytest.mark.virtual_time
 # logp
 
 
-def test_waits_for_the_gather_of_the_step_before_without_holding_the_devices(alone: MakeRole) -> None:
+async def test_waits_for_the_gather_of_the_step_before_without_holding_the_devices(alone: MakeRole) -> None:
     trainer = SimTrainer()
     machine = alone("logp", trainer)
     versions = machine.pipeline.versions
     versions.advance_gathered(0)
 
-    async def main() -> StepBatch:
-        await machine.inputs[0].send(StepBatch(step=2, groups=()))
-        task = asyncio.create_task(machine.run())
-        await asyncio.sleep(10)
-        assert trainer.calls == []
-        assert machine.pool is not None and machine.pool.holders == (), "train needs them to get there"
-        versions.advance_trained(1)
-        await asyncio.sleep(10)
-        assert trainer.calls == [], "trained, but the copy is still being made"
-        versions.advance_gathered(1)
-        batch: StepBatch = await machine.outputs[0].receive()
-        task.cancel()
-        await asyncio.wait([task])
-        return batch
-
-    assert dict(run_virtual(main()).metrics) == {"logp": 2}
+    await machine.inputs[0].send(StepBatch(step=2, groups=()))
+    task = asyncio.create_task(machine.run())
+    await asyncio.sleep(10)
+    assert trainer.calls == []
+    assert machine.pool is not None and machine.pool.holders == (), "train needs them to get there"
+    versions.advance_trained(1)
+    await asyncio.sleep(10)
+    assert trainer.calls == [], "trained, but the copy is still being made"
+    versions.advance_gathered(1)
+    batch: StepBatch = await machine.outputs[0].receive()
+    task.cancel()
+    await asyncio.wait([task])
+    assert dict(batch.metrics) == {"logp": 2}
 
 
 @pytest.mark.parametrize("stage", ["logp", "ref_logp"])
@@ -71,43 +68,37 @@ async def test_logp_says_what_it_waits_for(alone: MakeRole) -> None:
 # ref_logp
 
 
-def test_runs_as_soon_as_the_batch_is_complete(alone: MakeRole) -> None:
+async def test_runs_as_soon_as_the_batch_is_complete(alone: MakeRole) -> None:
     machine = alone("ref_logp", SimTrainer())
     assert machine.pipeline.versions.gathered == -1, "nothing was ever gathered"
 
-    async def main() -> StepBatch:
-        await machine.inputs[0].send(StepBatch(step=9, groups=(), metrics={"before": 1}))
-        machine.inputs[0].close()
-        await machine.run()
-        batch: StepBatch = await machine.outputs[0].receive()
-        return batch
-
-    assert dict(run_virtual(main()).metrics) == {"before": 1, "ref_logp": 9}
+    await machine.inputs[0].send(StepBatch(step=9, groups=(), metrics={"before": 1}))
+    machine.inputs[0].close()
+    await machine.run()
+    batch: StepBatch = await machine.outputs[0].receive()
+    assert dict(batch.metrics) == {"before": 1, "ref_logp": 9}
 
 
 # values
 
 
-def test_waits_for_the_critic_without_holding_its_devices(alone: MakeRole) -> None:
+async def test_waits_for_the_critic_without_holding_its_devices(alone: MakeRole) -> None:
     trainer = SimTrainer(roles=WITH_CRITIC)
     trainer.criticised = 2
     machine = alone("values", trainer)
 
-    async def main() -> StepBatch:
-        await machine.inputs[0].send(StepBatch(step=3, groups=()))
-        task = asyncio.create_task(machine.run())
-        machine.pipeline.versions.advance_critic(1)
-        await asyncio.sleep(10)
-        assert trainer.calls == []
-        assert machine.pool is not None and machine.pool.holders == ()
-        machine.pipeline.versions.advance_critic(2)
-        batch: StepBatch = await machine.outputs[0].receive()
-        assert machine.pool.holders == ()
-        task.cancel()
-        await asyncio.wait([task])
-        return batch
-
-    assert dict(run_virtual(main()).metrics) == {"values": 3}
+    await machine.inputs[0].send(StepBatch(step=3, groups=()))
+    task = asyncio.create_task(machine.run())
+    machine.pipeline.versions.advance_critic(1)
+    await asyncio.sleep(10)
+    assert trainer.calls == []
+    assert machine.pool is not None and machine.pool.holders == ()
+    machine.pipeline.versions.advance_critic(2)
+    batch: StepBatch = await machine.outputs[0].receive()
+    assert machine.pool.holders == ()
+    task.cancel()
+    await asyncio.wait([task])
+    assert dict(batch.metrics) == {"values": 3}
 
 
 async def test_values_says_what_it_waits_for(alone: MakeRole) -> None:
@@ -158,20 +149,17 @@ def test_branches_of_different_steps_are_never_joined(alone: MakeRole) -> None:
 # critic
 
 
-def test_learns_step_by_step_and_says_so(alone: MakeRole) -> None:
+async def test_learns_step_by_step_and_says_so(alone: MakeRole) -> None:
     trainer = SimTrainer(roles=WITH_CRITIC)
     machine = alone("critic", trainer)
 
-    async def main() -> None:
-        for step in (1, 2):
-            await machine.inputs[0].send(StepBatch(step=step, groups=()))
-        machine.inputs[0].close()
-        await machine.run()
-
-    run_virtual(main())
+    for step in (1, 2):
+        await machine.inputs[0].send(StepBatch(step=step, groups=()))
+    machine.inputs[0].close()
+    await machine.run()
     assert trainer.calls == ["critic:1", "critic:2"]
     (out,) = machine.outputs
-    judged = [run_virtual(out.receive()) for _ in range(len(out))]
+    judged = [await out.receive() for _ in range(len(out))]
     assert [(batch.step, dict(batch.metrics)) for batch in judged] == [(1, {"critic": 1}), (2, {"critic": 2})]
-    run_virtual(machine.pipeline.versions.wait_for("critic", 2))
+    await machine.pipeline.versions.wait_for("critic", 2)
     assert machine.pool is not None and machine.pool.holders == ()

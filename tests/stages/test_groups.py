@@ -29,23 +29,19 @@ pytestmark = pytest.mark.virtual_time
 # dataloader
 
 
-def test_draws_the_steps_in_order_and_ends_after_the_last(alone: MakeRole) -> None:
+async def test_draws_the_steps_in_order_and_ends_after_the_last(alone: MakeRole) -> None:
     machine = alone("dataloader", SimTrainer(steps=4, max_lag=4))
     machine.pipeline.versions.advance_gathered(0)
     machine.pipeline.versions.advance_served(0)
 
-    async def main() -> list[PromptBatch]:
-        task = asyncio.create_task(machine.run())
-        batches = [await machine.outputs[0].receive() for _ in range(4)]
-        for step, batch in enumerate(batches, start=1):
-            for prompt in batch.prompts:
-                trajectory = Trajectory(key=prompt.uid, first_version=0, last_version=0, num_tokens=1)
-                machine.pipeline.queue.put(Group(uid=prompt.uid, step=step, trajectories=(trajectory,)))
-            assert machine.pipeline.queue.take(step)
-        await task
-        return batches
-
-    batches = run_virtual(main())
+    task = asyncio.create_task(machine.run())
+    batches = [await machine.outputs[0].receive() for _ in range(4)]
+    for step, batch in enumerate(batches, start=1):
+        for prompt in batch.prompts:
+            trajectory = Trajectory(key=prompt.uid, first_version=0, last_version=0, num_tokens=1)
+            machine.pipeline.queue.put(Group(uid=prompt.uid, step=step, trajectories=(trajectory,)))
+        assert machine.pipeline.queue.take(step)
+    await task
     assert [b.step for b in batches] == [1, 2, 3, 4]
     assert [b.admitted_version for b in batches] == [0, 0, 0, 0]
     assert machine.state is StageState.DONE
@@ -315,24 +311,21 @@ def test_a_group_that_teaches_nothing_is_filtered(alone: MakeRole) -> None:
     assert trainer.discarded == ["a"]
 
 
-def test_a_postponed_group_that_wrote_nothing_since_expires(alone: MakeRole) -> None:
+async def test_a_postponed_group_that_wrote_nothing_since_expires(alone: MakeRole) -> None:
     trainer = SimTrainer(groups=1, max_lag=1, straggler="mask")
     machine = alone("rollout", trainer)
 
-    async def main() -> list[StepBatch]:
-        await admit(machine, "a", "b")
-        machine.pipeline.queue.watch("a")
-        versions = machine.pipeline.versions
-        versions.advance_trained(1)
-        versions.advance_gathered(1)
-        versions.advance_served(1)
-        await machine.inputs[0].send(group("b", 1))
-        await machine.inputs[0].send(group("a", 1))
-        machine.inputs[0].close()
-        await machine.run()
-        return [item async for item in machine.outputs[0]]
-
-    assert uids(run_virtual(main())) == [(1, ["b"])]
+    await admit(machine, "a", "b")
+    machine.pipeline.queue.watch("a")
+    versions = machine.pipeline.versions
+    versions.advance_trained(1)
+    versions.advance_gathered(1)
+    versions.advance_served(1)
+    await machine.inputs[0].send(group("b", 1))
+    await machine.inputs[0].send(group("a", 1))
+    machine.inputs[0].close()
+    await machine.run()
+    assert uids([item async for item in machine.outputs[0]]) == [(1, ["b"])]
     assert machine.pipeline.fates.count("expired") == 1
     assert trainer.discarded == ["a"]
 

@@ -6,15 +6,18 @@ Each rank prints a line for each tensor that arrives elsewhere with other values
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, assembled, held_by
@@ -30,20 +33,24 @@ def make_engine(mesh: Any) -> Any:
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
     module = get_peft_model(layers, LoraConfig(r=4, lora_alpha=8, target_modules=["0", "1"]))
+    model = SimpleNamespace(
+        lora={}, lora_rank=4, use_remove_padding=False, hf_config=SimpleNamespace(model_type="qwen2")
+    )
+    engine = FSDPEngine(model, FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False), None, None)
+    engine.module = layers
+    assert held_by(engine) is None, "not sharded by FSDP2"
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    engine = object.__new__(FSDPEngine)
-    engine.module, engine._qat_enabled = module, False
-    engine.engine_config = SimpleNamespace(strategy="fsdp2")
-    engine.model_config = SimpleNamespace(lora={}, hf_config=SimpleNamespace(model_type="qwen2"))
+    engine.module = module
     return engine
 
 
 def worker_of(engine: Any, rank: int, count: int) -> Any:
     """Return a worker of a pool for the reference, with this model."""
-    worker: Any = object.__new__(PipelineWorker)
-    worker._rank, worker._world_size, worker.ref = rank, count, SimpleNamespace(engine=engine)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="", MASTER_PORT="")
+    worker: Any = PipelineWorker(OmegaConf.create({"actor": {"strategy": "fsdp2"}, "ref": {}}), "ref")
+    worker.ref = SimpleNamespace(engine=engine)
     return worker
 
 

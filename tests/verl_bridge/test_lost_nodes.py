@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests import HANG_S
@@ -76,11 +77,15 @@ def test_the_balancer_runs_on_the_trainers_node(load: Load, nodes: Nodes) -> Non
     module = load("recipe.async_pipeline.verl_bridge.rollout.server_manager")
     for _ in range(3):
         nodes.add()
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout={"full_determinism": False}))
-    manager = object.__new__(module.ColocatedLoadBalancer)
-    manager.rollout_config, manager._load_balancer_cls = config.actor_rollout_ref.rollout, None
+    rollout = {"nnodes": 1, "full_determinism": False}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {}}})
+
+    class WithoutReplicas(module.ColocatedLoadBalancer):  # type: ignore[name-defined,misc]
+        rollout_replica_class = None
+        """Otherwise verl would import an engine."""
+
     for _ in range(4):
-        asyncio.run(manager._init_global_load_balancer())
+        manager = WithoutReplicas.create_empty(config)
         where = manager.global_load_balancer.__ray_call__.remote(
             load("recipe.async_pipeline.verl_bridge.rollout.device_holder").node_id
         )

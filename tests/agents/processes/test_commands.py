@@ -30,10 +30,26 @@ from tests.fakes.waiting import until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups of Linux")
 
 
-def run(code: str, cwd: Path, **env: str) -> Finished:
+def python(code: str) -> list[str]:
+    return [sys.executable, "-I", "-c", code]
+
+
+def run(code: str, cwd: Path, left: LeftBehind | None = None, **env: str) -> Finished:
     """Run Python code as a command."""
-    command = [sys.executable, "-I", "-c", code]
-    return asyncio.run(asyncio.wait_for(run_command(command, cwd, env), HANG_S))
+    return asyncio.run(asyncio.wait_for(run_command(python(code), cwd, env, None, left), HANG_S))
+
+
+async def cancelled(code: str, cwd: Path, left: LeftBehind) -> int:
+    """Run Python code that starts a `child`, cancel it once it runs, and return the child's number."""
+    file = cwd / "pid"
+    code += f"open({str(file)!r}, 'w').write(str(child.pid)); child.wait()"
+    task = asyncio.create_task(run_command(python(code), cwd, {}, None, left))
+    while not file.exists() or not file.read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return int(file.read_text())
 
 
 def gone(pid: int) -> bool:
@@ -70,7 +86,7 @@ def test_the_end_of_the_output_is_kept(tmp_path: Path) -> None:
 def test_a_log_gets_the_output_as_it_arrives(tmp_path: Path) -> None:
     log = OutputLog()
     code = "import os; print('out', flush=True); os.write(2, b'err\\n')"
-    asyncio.run(run_command([sys.executable, "-I", "-c", code], tmp_path, {}, log))
+    asyncio.run(run_command(python(code), tmp_path, {}, log))
     assert sorted(log.text().splitlines()) == ["err", "out"]
 
 
@@ -78,7 +94,7 @@ async def test_the_output_of_a_command_that_is_cancelled_is_in_its_log(tmp_path:
     log = OutputLog()
 
     code = "import time; print('begun', flush=True); time.sleep(600)"
-    running = asyncio.create_task(run_command([sys.executable, "-I", "-c", code], tmp_path, {}, log))
+    running = asyncio.create_task(run_command(python(code), tmp_path, {}, log))
     while not log.text():  # noqa: ASYNC110 - a pipe has no event for it
         await asyncio.sleep(0.01)
     running.cancel()
@@ -126,10 +142,7 @@ LEAVES_ITS_GROUP = (
 def test_processes_that_left_their_group_are_ended(tmp_path: Path) -> None:
     left = LeftBehind()
     more = "subprocess.Popen(['true'], start_new_session=True); subprocess.Popen(['sleep', '600']); "
-    command = [sys.executable, "-I", "-c", LEAVES_ITS_GROUP + more + "sys.exit(3)"]
-    finished = asyncio.run(
-        asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), HANG_S)
-    )
+    finished = run(LEAVES_ITS_GROUP + more + "sys.exit(3)", tmp_path, left, **environment({}))
     assert finished.status == 3 and gone(int(finished.stdout)) and left.newly() == 0
 
 
@@ -145,28 +158,14 @@ def test_orphans_of_processes_that_left_their_group_are_ended(tmp_path: Path) ->
         "print(child.pid, own.read_text())\n"
     )
     left = LeftBehind()
-    command = [sys.executable, "-I", "-c", code]
-    finished = asyncio.run(
-        asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), HANG_S)
-    )
+    finished = run(code, tmp_path, left, **environment({}))
     found = [int(pid) for pid in finished.stdout.split()]
     assert len(found) == 2 and all(map(gone, found)) and left.newly() == 0, finished.describe()
 
 
 async def test_processes_that_left_the_group_of_a_cancelled_command_are_ended(tmp_path: Path) -> None:
-    left, code = (
-        LeftBehind(),
-        LEAVES_ITS_GROUP + f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); child.wait()",
-    )
-
-    running = run_command([sys.executable, "-I", "-c", code], tmp_path, {}, None, left)
-    task = asyncio.create_task(running)
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert gone(int((tmp_path / "pid").read_text())) and left.newly() == 0
+    left = LeftBehind()
+    assert gone(await cancelled(LEAVES_ITS_GROUP, tmp_path, left)) and left.newly() == 0
 
 
 def test_children_that_resist_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +183,7 @@ def test_orphans_that_end_are_reaped_while_the_command_runs(tmp_path: Path) -> N
         "while pathlib.Path('/proc', made.decode().strip()).exists(): time.sleep(0.01)\n"
     )
     left = LeftBehind()
-    command = [sys.executable, "-I", "-c", code]
-    finished = asyncio.run(
-        asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), HANG_S)
-    )
+    finished = run(code, tmp_path, left, **environment({}))
     assert (finished.status, left.newly()) == (0, 0), finished.describe()
 
 
@@ -218,16 +214,8 @@ def test_a_killed_guard_does_not_block_the_event_loop(
 
 
 async def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None:
-    code = LEAVES_A_CHILD + f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); child.wait()"
-
-    command = [sys.executable, "-I", "-c", code]
-    task = asyncio.create_task(run_command(command, tmp_path, {}))
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    until(lambda: gone(int((tmp_path / "pid").read_text())), "the child is killed")
+    child = await cancelled(LEAVES_A_CHILD, tmp_path, LeftBehind())
+    until(lambda: gone(child), "the child is killed")
 
 
 @pytest.mark.slow

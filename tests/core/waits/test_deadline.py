@@ -85,14 +85,11 @@ async def test_the_awaitable_learns_that_the_deadline_has_passed() -> None:
     assert found[0] == (EXPIRED,)
 
 
-def test_an_expired_wait_cancels_a_task_too() -> None:
-    async def main() -> bool:
-        task = asyncio.create_task(forever())
-        with pytest.raises(WaitTimeout):
-            await within(task, 2, owner="train", what="x")
-        return task.cancelled()
-
-    assert run_virtual(main())
+async def test_an_expired_wait_cancels_a_task_too() -> None:
+    task = asyncio.create_task(forever())
+    with pytest.raises(WaitTimeout):
+        await within(task, 2, owner="train", what="x")
+    assert task.cancelled()
 
 
 @pytest.mark.parametrize("error", [TimeoutError("own"), WaitTimeout("own"), asyncio.TimeoutError("own")])
@@ -191,15 +188,12 @@ async def test_cancelling_the_caller_cancels_the_awaitable(timeout_s: float | No
 
 
 @counts_cancellations
-def test_a_cancellation_in_the_moment_of_expiry_wins() -> None:
-    async def main() -> bool:
-        waiter = asyncio.create_task(within(forever(), 2, owner="train", what="x"))
-        await asyncio.sleep(0)
-        asyncio.get_running_loop().call_at(2, waiter.cancel)
-        await asyncio.wait([waiter])
-        return waiter.cancelled()
-
-    assert run_virtual(main())
+async def test_a_cancellation_in_the_moment_of_expiry_wins() -> None:
+    waiter = asyncio.create_task(within(forever(), 2, owner="train", what="x"))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_at(2, waiter.cancel)
+    await asyncio.wait([waiter])
+    assert waiter.cancelled()
 
 
 @pytest.mark.parametrize(("outer_s", "inner_s", "owner"), [(1, 2, "outer"), (2, 1, "inner")])

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.conftest import Load
 
@@ -34,6 +36,11 @@ def test_the_seed_joins_the_sampling_parameters(load: Load, monkeypatch: pytest.
         got.append(sampling_params)
 
     monkeypatch.setattr(module.SingleTurnAgentLoop, "run", run)
-    loop = module.SeededLoop.__new__(module.SeededLoop)
-    asyncio.run(loop.run({"temperature": 0.5}, **row()))
+    rollout = OmegaConf.create({"actor_rollout_ref": {"rollout": {"prompt_length": 8, "response_length": 8}}})
+
+    async def respond() -> None:
+        loop = module.SeededLoop(SimpleNamespace(config=rollout), *[None] * 4, SimpleNamespace(config={}))
+        await loop.run({"temperature": 0.5}, **row())
+
+    asyncio.run(respond())
     assert got == [{"temperature": 0.5, "seed": module.seed_of(row())}]

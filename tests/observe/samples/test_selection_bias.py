@@ -39,6 +39,13 @@ def record(meter: SelectionMeter, fate: ResponseFate, lengths: Iterable[int]) ->
         meter.record(fate, tokens=length)
 
 
+def meter_of(trained: Iterable[int], dropped: Iterable[int]) -> SelectionMeter:
+    meter = SelectionMeter()
+    record(meter, "trained", trained)
+    record(meter, "dropped", dropped)
+    return meter
+
+
 def lengths(count: int, mean: int, seed: int = 0) -> list[int]:
     drawn = random.Random(seed)
     return [max(1, round(drawn.gauss(mean, 100))) for _ in range(count)]
@@ -130,9 +137,7 @@ def test_unknown_quantities_are_skipped() -> None:
 
 
 def test_every_metric_is_finite() -> None:
-    meter = SelectionMeter()
-    record(meter, "trained", [5] * 3)
-    record(meter, "dropped", [7] * 3)
+    meter = meter_of([5] * 3, [7] * 3)
     metrics = meter.metrics()
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["bias/tokens/dropped_shift_sd"] == pytest.approx(-1 / stdev([5, 5, 5, 7, 7, 7]))
@@ -142,9 +147,7 @@ def test_every_metric_is_finite() -> None:
 
 
 def test_dropping_long_responses_warns_with_a_remedy() -> None:
-    meter = SelectionMeter()
-    record(meter, "trained", [200, 300] * 400)
-    record(meter, "dropped", [600, 700] * 100)
+    meter = meter_of([200, 300] * 400, [600, 700] * 100)
     assert meter.warning() == (
         "selection bias: 200 of 1000 responses were dropped, so the trained responses have 0.48 sd fewer "
         "tokens than all (mean 250, dropped 650); if these responses were late, raise "
@@ -154,16 +157,12 @@ def test_dropping_long_responses_warns_with_a_remedy() -> None:
 
 
 def test_dropping_at_random_does_not_warn() -> None:
-    meter = SelectionMeter()
-    record(meter, "trained", lengths(1000, 500, seed=1))
-    record(meter, "dropped", lengths(1000, 500, seed=2))
+    meter = meter_of(lengths(1000, 500, seed=1), lengths(1000, 500, seed=2))
     assert meter.warning() is None
 
 
 def test_fewer_lost_samples_than_the_minimum_do_not_warn() -> None:
-    meter = SelectionMeter()
-    record(meter, "trained", lengths(1000, 500))
-    record(meter, "dropped", [1200] * (MIN_SAMPLES - 1))
+    meter = meter_of(lengths(1000, 500), [1200] * (MIN_SAMPLES - 1))
     assert abs(meter.metrics()["bias/tokens/dropped_shift_sd"]) > MIN_SHIFT_SD
     assert meter.warning() is None
     record(meter, "dropped", [1200])
@@ -171,9 +170,7 @@ def test_fewer_lost_samples_than_the_minimum_do_not_warn() -> None:
 
 
 def test_a_shift_within_the_noise_does_not_warn() -> None:
-    meter = SelectionMeter()
-    record(meter, "trained", lengths(200, 500, seed=1))
-    record(meter, "dropped", lengths(200, 550, seed=2))
+    meter = meter_of(lengths(200, 500, seed=1), lengths(200, 550, seed=2))
     metrics = meter.metrics()
     assert 3 < abs(metrics["bias/tokens/dropped_t"]) < MIN_T
     assert abs(metrics["bias/tokens/dropped_shift_sd"]) > MIN_SHIFT_SD
@@ -181,9 +178,7 @@ def test_a_shift_within_the_noise_does_not_warn() -> None:
 
 
 def test_a_significant_but_small_shift_does_not_warn() -> None:
-    meter = SelectionMeter()
-    record(meter, "trained", lengths(3000, 500, seed=1))
-    record(meter, "dropped", lengths(150, 600, seed=2))
+    meter = meter_of(lengths(3000, 500, seed=1), lengths(150, 600, seed=2))
     metrics = meter.metrics()
     assert abs(metrics["bias/tokens/dropped_t"]) > MIN_T
     assert abs(metrics["bias/tokens/dropped_shift_sd"]) < MIN_SHIFT_SD

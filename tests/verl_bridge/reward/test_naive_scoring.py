@@ -96,5 +96,8 @@ def test_other_managers_get_their_data(modules: tuple[ModuleType, ModuleType]) -
     class Custom(scoring.NaiveRewardManager):  # type: ignore[name-defined, misc]
         """A user's manager."""
 
-    assert scoring.scorer_of(object.__new__(Custom)) is None
-    assert scoring.scorer_of(object.__new__(scoring.NaiveRewardManager)) is not None
+    async def scorer_of(manager: Any) -> Any:
+        return scoring.scorer_of(manager(SimpleNamespace(), Tokenizer(), lambda **_: 0.5))
+
+    assert asyncio.run(scorer_of(Custom)) is None
+    assert asyncio.run(scorer_of(scoring.NaiveRewardManager)) is not None

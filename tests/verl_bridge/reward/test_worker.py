@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,19 @@ import numpy as np
 import pytest
 
 from recipe.async_pipeline.errors import RewardError
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
+from tests import FAKES
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
+ROW = {
+    "raw_prompt": [{"role": "user", "content": "1+1="}],
+    "data_source": "addition",
+    "reward_model": {"ground_truth": "2"},
+    "extra_info": {},
+    "index": 3,
+    "session_id": 1,
+}
 
 
 def responses(rows: int) -> Any:
@@ -97,15 +108,7 @@ def outputs(rows: int, module: Any) -> list[Any]:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_response_becomes_the_data_that_verl_makes(load: Load, module: ModuleType, rows: int) -> None:
     verl = load("verl.experimental.agent_loop.agent_loop")
-    kwargs = {
-        "raw_prompt": [{"role": "user", "content": "1+1="}],
-        "data_source": "addition",
-        "reward_model": {"ground_truth": "2"},
-        "extra_info": {},
-        "index": 3,
-        "dummy_tensor": load("torch").tensor([0], dtype=load("torch").uint8),
-        "session_id": 1,
-    }
+    kwargs = {**ROW, "dummy_tensor": load("torch").tensor([0], dtype=load("torch").uint8)}
     seen: list[Any] = []
 
     async def compute_score(data: Any) -> dict[str, Any]:
@@ -144,20 +147,27 @@ def test_a_response_becomes_the_data_that_verl_makes(load: Load, module: ModuleT
 
 
 def test_a_reward_function_that_calls_exit_raises_an_error(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    load: Load, module: ModuleType, tmp_path: Path
 ) -> None:
     """In the worker's own process, SystemExit would silently end the event loop."""
+    from omegaconf import OmegaConf
 
-    def exits(**_: Any) -> float:
-        raise SystemExit(3)
+    make_tokenizer().save_pretrained(tmp_path)
+    function = {"path": str(FAKES / "reward_functions.py"), "name": "strange", "reward_kwargs": {}}
+    reward = {
+        "custom_reward_function": function,
+        "reward_manager": {"source": "register", "name": "naive"},
+        "reward_model": {"enable": False},
+    }
+    model = {"tokenizer_path": None, "path": str(tmp_path)}
+    config = OmegaConf.create({"actor_rollout_ref": {"model": model}, "reward": reward})
+    ids = make_tokenizer().encode("exit")
+    response = load("recipe.async_pipeline.verl_bridge.reward.responses").Response(
+        [[1]], [ids], [2], [{}], ROW
+    )
 
-    def init_reward_fn(worker: Any) -> None:
-        worker.reward_manager = SimpleNamespace(compute_score=exits)
-        own = SimpleNamespace(custom_reward_function=SimpleNamespace(path="reward.py"))
-        worker.config = SimpleNamespace(reward=own)
+    async def score() -> Any:
+        return await module.PlainRewardLoopWorker(config).compute_plain(response)
 
-    monkeypatch.setattr(module.RewardLoopWorker, "_init_reward_fn", init_reward_fn)
-    worker = object.__new__(module.PlainRewardLoopWorker)
-    worker._init_reward_fn()
-    with pytest.raises(RewardError, match="raised: exits: SystemExit: 3"):
-        worker.reward_manager.compute_score(solution_str="46")
+    with pytest.raises(RewardError, match="raised: .*: SystemExit: 3"):
+        asyncio.run(score())

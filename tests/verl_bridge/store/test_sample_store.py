@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -127,6 +128,9 @@ def test_a_column_looks_at_few_of_the_remaining_samples(store: ModuleType) -> No
     assert len(seen) < 5
 
 
+Start = Callable[[int], "Queue"]
+
+
 class Queue:
     """The part of TransferQueue that checkpoints use: columns of samples by key, in storage units."""
 
@@ -166,17 +170,22 @@ class Queue:
         return list_of_dict_to_tensordict([{name: self.rows[key][name] for name in names} for key in keys])
 
 
-def start(store: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int) -> Queue:
-    """Return an empty queue with this many storage units; 0 stands for a backend without them."""
-    storage = store.simple_storage
-    units = [store.PipelineSimpleStorageUnit.__new__(store.PipelineSimpleStorageUnit) for _ in range(number)]
-    for unit in units:
-        unit.storage_data = storage.StorageUnitData()
-    made = Queue(units)
+@pytest.fixture
+def start(store: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Return a function that makes an empty queue with so many storage units.
 
-    act_here(store, monkeypatch, units)
-    monkeypatch.setattr(store, "tq", made)
-    return made
+    0 stands for a backend without them.
+    """
+
+    def make(number: int) -> Queue:
+        size = {"total_storage_size": 1000, "num_data_storage_units": number}
+        units = [store.PipelineSimpleStorageUnit(size) for _ in range(number)]
+        made = Queue(units)
+        act_here(store, monkeypatch, units)
+        monkeypatch.setattr(store, "tq", made)
+        return made
+
+    return make
 
 
 def act_here(store: ModuleType, monkeypatch: pytest.MonkeyPatch, units: list[Any]) -> None:
@@ -226,8 +235,8 @@ def start_transfer_queue(load: Load, store: ModuleType, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def queue(store: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Queue:
-    return start(store, monkeypatch, 0)
+def queue(start: Start) -> Queue:
+    return start(0)
 
 
 def sample(length: int) -> dict[str, Any]:
@@ -295,10 +304,10 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (0, 0), (2, 0), (0, 2)])
 def test_rows_survive_in_any_number_of_units(
-    store: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int, after: int
+    start: Start, store: ModuleType, tmp_path: Path, before: int, after: int
 ) -> None:
     """Also if training frees them once they are noted."""
-    queue = start(store, monkeypatch, before)
+    queue = start(before)
     groups, rows = finished(queue), dict(queue.rows)
 
     def free() -> None:
@@ -309,7 +318,7 @@ def test_rows_survive_in_any_number_of_units(
     assert len(shards) == max(1, before)
     checkpoints.verify(folder, {}, contents=True)
 
-    queue = start(store, monkeypatch, after)
+    queue = start(after)
     store.restore(folder, shards, groups, "train", 1.0)
     keys = {one.key for group in groups for one in group.trajectories}
     assert queue.rows.keys() == queue.tags.keys() == keys
@@ -348,29 +357,27 @@ def test_rows_survive_in_transfer_queue(
         assert all(equal(again[key][name], value) for name, value in row.items()), key
 
 
-def test_columns_of_later_stages_are_not_written(
-    store: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_columns_of_later_stages_are_not_written(start: Start, store: ModuleType, tmp_path: Path) -> None:
     """And the mask is the one that the rollout wrote."""
     import torch
 
-    queue = start(store, monkeypatch, 2)
+    queue = start(2)
     rows = {"response_mask": [torch.zeros(2)], "loss_mask": [torch.ones(2)], "old_log_probs": [torch.ones(2)]}
     queue.kv_batch_put(keys=["a"], partition_id="train", fields=rows)
     one = Trajectory(key="a", first_version=0, last_version=0, num_tokens=2, payload={})
     group = Group(uid="p", step=3, trajectories=(one,), payload=[["response_mask", "loss_mask"]])
     folder, shards = save(store, [group], tmp_path)
-    queue = start(store, monkeypatch, 1)
+    queue = start(1)
     store.restore(folder, shards, [group], "train", 1.0)
     assert queue.rows["a"].keys() == {"response_mask", "loss_mask"}
     assert queue.rows["a"]["response_mask"].tolist() == [1.0, 1.0]
 
 
 def test_a_checkpoint_of_format_2_is_read(
-    store: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    start: Start, store: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The trainer had written all samples into one shard."""
-    queue = start(store, monkeypatch, 0)
+    queue = start(0)
     groups, rows = finished(queue, 1), dict(queue.rows)
     part = checkpoints.begin(tmp_path, 2)
     store.tensor_tree.write_shard(str(part), "samples", store.fetch(groups, "train"))
@@ -380,16 +387,14 @@ def test_a_checkpoint_of_format_2_is_read(
     monkeypatch.undo()
     assert checkpoints.verify(folder, {}, contents=True).format == 2
 
-    queue = start(store, monkeypatch, 2)
+    queue = start(2)
     store.restore(folder, ("samples",), groups, "train", 1.0)
     assert {*queue.rows} == {"p0_0_0", "p0_1_0"}
     assert all(equal(queue.rows["p0_1_0"][name], value) for name, value in rows["p0_1_0"].items())
 
 
-def test_a_row_that_is_nowhere_is_an_error(
-    store: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    queue = start(store, monkeypatch, 2)
+def test_a_row_that_is_nowhere_is_an_error(start: Start, store: ModuleType, tmp_path: Path) -> None:
+    queue = start(2)
     groups = finished(queue)
     queue.units[1].storage_data.clear([1])
     with pytest.raises(CheckpointError, match="the storage units have 9 of 10 rows"):
@@ -401,9 +406,9 @@ def test_a_row_that_is_nowhere_is_an_error(
 
 @pytest.mark.parametrize("units", [0, 2])
 def test_damaged_and_incomplete_shards_are_refused(
-    store: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, units: int
+    start: Start, store: ModuleType, tmp_path: Path, units: int
 ) -> None:
-    queue = start(store, monkeypatch, units)
+    queue = start(units)
     groups = finished(queue)
     folder, shards = save(store, groups[:-1], tmp_path)
     with pytest.raises(CheckpointError, match="lacks the samples of 2 responses of its state, e.g. p4_0_0"):
@@ -416,10 +421,8 @@ def test_damaged_and_incomplete_shards_are_refused(
         store.restore(folder, shards, groups, "train", 1.0)
 
 
-def test_a_row_that_cannot_be_written_is_an_error(
-    store: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    queue = start(store, monkeypatch, 1)
+def test_a_row_that_cannot_be_written_is_an_error(start: Start, store: ModuleType, tmp_path: Path) -> None:
+    queue = start(1)
     groups = finished(queue, 1)
     queue.units[0].storage_data.field_data["extra_fields"][0] = {"tool": SimpleNamespace()}
     with pytest.raises(CheckpointError, match="SimpleNamespace cannot be written without pickle"):

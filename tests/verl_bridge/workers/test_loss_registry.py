@@ -101,7 +101,6 @@ PER_TOKEN: Mapping[str, Callable[[float, float, float], tuple[float, float]]] = 
     "cispo": lambda now, old, a: weighted_loss(clip(math.exp(now - old), 1 - LOW, 1 + HIGH), now, a),
     "kimi15": lambda now, old, a: (-a * now + TAU / 2 * (now - old) ** 2, -a + TAU * (now - old)),
 }
-WITHOUT_STOP_GRADIENT = ("vanilla", "ppo", "kimi15")
 
 
 @dataclasses.dataclass
@@ -192,22 +191,6 @@ def test_every_variant_equals_its_formula(
             assert found[i, t].item() == pytest.approx(slopes.get((i, t), 0.0), rel=1e-10, abs=1e-14)
 
 
-@pytest.mark.parametrize("variant", WITHOUT_STOP_GRADIENT)
-def test_gradients_agree_with_finite_differences(
-    algos: ModuleType, make_config: MakeConfig, variant: str
-) -> None:
-    batch, step = make_batch(3), 1e-6
-    loss, _ = call(algos, variant, batch, make_config(), weighted=True)
-    found = gradient_of(loss, batch)
-    for i, t in batch.tokens():
-        sides = []
-        for direction in (1, -1):
-            moved = batch.now.detach().clone()
-            moved[i, t] += direction * step
-            sides.append(expected(variant, dataclasses.replace(batch, now=moved), weighted=True)[0])
-        assert found[i, t].item() == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-6, abs=1e-9)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
 def test_an_extreme_ratio_gives_finite_values(
@@ -232,16 +215,6 @@ def test_loss_names_differ_from_verls(algos: ModuleType, module: ModuleType) -> 
     assert set(OWN_LOSSES) <= set(algos.POLICY_LOSS_REGISTRY)
     assert set(LOSS_OF_VARIANT.values()) <= verls | set(OWN_LOSSES)
     assert f"{module.__name__}.{module.OffPolicyLossConfig.__name__}" == LOSS_CONFIG
-
-
-@few
-@given(seed=seeds)
-def test_tis_is_cispo_with_other_bounds(algos: ModuleType, make_config: MakeConfig, seed: int) -> None:
-    batch = make_batch(seed)
-    same = make_config(clip_ratio_low=1 - TIS[0], clip_ratio_high=TIS[1] - 1)
-    tis, cispo = (call(algos, variant, batch, same)[0] for variant in ("tis", "cispo"))
-    assert tis.item() == pytest.approx(cispo.item(), rel=1e-12)
-    assert torch.allclose(gradient_of(tis, batch), gradient_of(cispo, batch), rtol=1e-12, atol=0)
 
 
 WIDE = 1e9
@@ -328,19 +301,6 @@ def test_the_loss_of_an_empty_batch_is_zero(
     assert loss.item() == 0.0
     assert (gradient_of(loss, batch) == 0).all()
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_empty_response_does_not_change_the_loss(
-    algos: ModuleType, make_config: MakeConfig, variant: str
-) -> None:
-    batch = make_batch(9)
-    batch.mask[2] = False
-    batch.mask[0, :2] = True
-    loss, _ = call(algos, variant, batch, make_config())
-    without, _ = call(algos, variant, batch.rows([0, 1, 3]), make_config())
-    assert loss.item() == pytest.approx(without.item(), rel=1e-12)
-    assert (gradient_of(loss, batch)[2] == 0).all()
 
 
 # Metrics.

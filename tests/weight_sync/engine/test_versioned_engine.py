@@ -8,6 +8,8 @@ faked, and over the simplest engine.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, get_args
@@ -49,6 +51,16 @@ async def answer(
     with recorded_spans(session) as spans:
         said = await engine.ask(name, tokens, seed, form)
     return said, [(version, start) for version, start in spans]
+
+
+@asynccontextmanager
+async def serving(engine: Any, in_flight: str = "keep") -> AsyncIterator[Any]:
+    """Run an engine that serves version 0."""
+    versioned = engine.serve_versions()
+    await versioned.load(0, engine.loading(0, 0.0), in_flight)
+    clock = asyncio.create_task(engine.run())
+    yield versioned
+    clock.cancel()
 
 
 def spans_of(tokens: list[int]) -> list[tuple[int, int]]:
@@ -98,22 +110,19 @@ def test_spans_are_what_the_tokens_say(
         seen.append(await versioned.written([f"request-{i}" for i in range(len(asks))]))
 
     async def main() -> list[tuple[Answer, list[tuple[int, int]]]]:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), in_flight)
-        clock = asyncio.create_task(engine.run())
-        # Off the moments at which the engine steps, so that the order is never left to chance.
-        answers = [
-            asyncio.create_task(answer(engine, f"request-{i}", ask.tokens, ask.after + 0.001))
-            for i, ask in enumerate(asks)
-        ]
-        looking = [asyncio.create_task(look(versioned, at)) for at in looks]
-        for version, (gap, seconds) in enumerate(gaps, start=1):
-            await asyncio.sleep(gap + 0.0137)
-            await versioned.load(version, engine.loading(version, seconds), in_flight)
-            assert versioned.version == version
-        results = await asyncio.gather(*answers)
-        await asyncio.gather(*looking)
-        clock.cancel()
+        async with serving(engine, in_flight) as versioned:
+            # Off the moments at which the engine steps, so that the order is never left to chance.
+            answers = [
+                asyncio.create_task(answer(engine, f"request-{i}", ask.tokens, ask.after + 0.001))
+                for i, ask in enumerate(asks)
+            ]
+            looking = [asyncio.create_task(look(versioned, at)) for at in looks]
+            for version, (gap, seconds) in enumerate(gaps, start=1):
+                await asyncio.sleep(gap + 0.0137)
+                await versioned.load(version, engine.loading(version, seconds), in_flight)
+                assert versioned.version == version
+            results = await asyncio.gather(*answers)
+            await asyncio.gather(*looking)
         return results
 
     results = run_virtual(main())
@@ -141,14 +150,11 @@ def run_two_versions(
     form: dict[str, str] | None = None,
 ) -> tuple[Answer, list[tuple[int, int]], tuple[Any, int]]:
     async def main() -> tuple[Answer, list[tuple[int, int]], tuple[Any, int]]:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), in_flight)
-        clock = asyncio.create_task(engine.run())
-        asked = asyncio.create_task(answer(engine, "r", tokens, seed=seed, form=form))
-        await asyncio.sleep(load_at)
-        loaded = await versioned.load(1, engine.loading(1, 0.0), in_flight)
-        said, spans = await asked
-        clock.cancel()
+        async with serving(engine, in_flight) as versioned:
+            asked = asyncio.create_task(answer(engine, "r", tokens, seed=seed, form=form))
+            await asyncio.sleep(load_at)
+            loaded = await versioned.load(1, engine.loading(1, 0.0), in_flight)
+            said, spans = await asked
         return said, spans, loaded
 
     return run_virtual(main())
@@ -257,36 +263,28 @@ def test_a_request_that_waited_during_a_load_begins_with_the_new_version() -> No
 @each_engine
 async def test_unrecorded_requests_pass_through(engine_class: Any) -> None:
     engine = engine_class()
-
-    versioned = engine.serve_versions()
-    await versioned.load(0, engine.loading(0, 0.0), "abort")
-    clock = asyncio.create_task(engine.run())
-    asked = asyncio.create_task(engine.ask("p", 9))
-    await asyncio.sleep(1.5)
-    await versioned.load(1, engine.loading(1, 0.0), "abort")
-    said: Answer = await asked
-    clock.cancel()
+    async with serving(engine, "abort") as versioned:
+        asked = asyncio.create_task(engine.ask("p", 9))
+        await asyncio.sleep(1.5)
+        await versioned.load(1, engine.loading(1, 0.0), "abort")
+        said: Answer = await asked
     assert said.reason == "abort"
     assert engine.sent[0].salt == "v0"
 
 
 @each_engine
 @pytest.mark.parametrize("in_flight", get_args(InFlightPolicy))
-def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(
+async def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(
     engine_class: Any, in_flight: str
 ) -> None:
     engine = engine_class()
 
-    async def main() -> tuple[list[int], list[tuple[int, int]]]:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), in_flight)
-        clock = asyncio.create_task(engine.run())
+    async def fail() -> Loaded:
+        engine.weights = 999
+        raise WeightSyncError("corrupt")
+
+    async with serving(engine, in_flight) as versioned:
         asked = asyncio.create_task(answer(engine, "r", 4, after=1.0))
-
-        async def fail() -> Loaded:
-            engine.weights = 999
-            raise WeightSyncError("corrupt")
-
         await asyncio.sleep(0.5)
         with pytest.raises(WeightSyncError, match="corrupt"):
             await versioned.load(1, fail, in_flight)
@@ -294,11 +292,7 @@ def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(
         assert not asked.done() and versioned.version == 0
         await versioned.load(2, engine.loading(2, 0.0), in_flight)
         said, spans = await asked
-        clock.cancel()
-        return said.token_ids, spans
-
-    tokens, spans = run_virtual(main())
-    assert tokens == [2, 2, 2, 2]
+    assert said.token_ids == [2, 2, 2, 2]
     assert spans == [(2, 0)]
 
 
@@ -309,17 +303,13 @@ async def test_a_load_can_overtake_a_request_that_is_being_sent(
     engine_class: Any, in_flight: str, load_at: float
 ) -> None:
     engine = engine_class(send_s=0.7)
-
-    versioned = engine.serve_versions()
-    await versioned.load(0, engine.loading(0, 0.0), in_flight)
-    clock = asyncio.create_task(engine.run())
-    asked = asyncio.create_task(answer(engine, "r", 90))
-    await asyncio.sleep(load_at)
-    await asyncio.wait_for(
-        versioned.load(1, engine.loading(1, 0.0), in_flight), 95 if in_flight == "drain" else 10
-    )
-    found = await asked
-    clock.cancel()
+    async with serving(engine, in_flight) as versioned:
+        asked = asyncio.create_task(answer(engine, "r", 90))
+        await asyncio.sleep(load_at)
+        await asyncio.wait_for(
+            versioned.load(1, engine.loading(1, 0.0), in_flight), 95 if in_flight == "drain" else 10
+        )
+        found = await asked
     said, spans = found
     assert spans == spans_of(said.token_ids)
     assert len(said.token_ids) == 90
@@ -327,14 +317,11 @@ async def test_a_load_can_overtake_a_request_that_is_being_sent(
 
 @each_engine
 @pytest.mark.parametrize("in_flight", ["abort", "drain"])
-def test_requests_that_come_during_a_pause_begin_after_it(engine_class: Any, in_flight: str) -> None:
+async def test_requests_that_come_during_a_pause_begin_after_it(engine_class: Any, in_flight: str) -> None:
     """Some are on their way to the engine when it pauses, others come later."""
     engine = engine_class(send_s=0.3)
 
-    async def main() -> list[Any]:
-        versioned = engine.serve_versions()
-        await versioned.load(0, engine.loading(0, 0.0), in_flight)
-        clock = asyncio.create_task(engine.run())
+    async with serving(engine, in_flight) as versioned:
         busy = asyncio.create_task(answer(engine, "busy", 6))
         moments = (2.3, 2.4, 2.6, 2.7)
         asked = [asyncio.create_task(answer(engine, f"r{i}", 2 + i, at)) for i, at in enumerate(moments)]
@@ -342,10 +329,6 @@ def test_requests_that_come_during_a_pause_begin_after_it(engine_class: Any, in_
         await versioned.load(1, engine.loading(1, 0.5), in_flight)
         results = await asyncio.gather(*asked)
         await busy
-        clock.cancel()
-        return results
-
-    results = run_virtual(main())
     assert [len(said.token_ids) for said, _ in results] == [2, 3, 4, 5]
     assert [spans for _, spans in results] == [spans_of(said.token_ids) for said, _ in results]
     assert [spans for _, spans in results[2:]] == [[(1, 0)]] * 2
@@ -368,16 +351,12 @@ async def test_a_request_is_rejected_for_good_if_another_caller_has_paused_the_e
 @each_engine
 async def test_a_prefix_is_not_shared_while_a_load_is_under_way(engine_class: Any) -> None:
     engine = engine_class()
-
-    versioned = engine.serve_versions()
-    await versioned.load(0, engine.loading(0, 0.0), "keep")
-    clock = asyncio.create_task(engine.run())
-    loading = asyncio.create_task(versioned.load(1, engine.loading(1, 2.0), "keep"))
-    await asyncio.sleep(0.1)
-    await asyncio.gather(answer(engine, "a", 1), answer(engine, "b", 1))
-    await loading
-    await answer(engine, "c", 1)
-    clock.cancel()
+    async with serving(engine) as versioned:
+        loading = asyncio.create_task(versioned.load(1, engine.loading(1, 2.0), "keep"))
+        await asyncio.sleep(0.1)
+        await asyncio.gather(answer(engine, "a", 1), answer(engine, "b", 1))
+        await loading
+        await answer(engine, "c", 1)
     a, b, c = (sent.salt for sent in engine.sent)
     assert a != b and c == "v1"
 
@@ -385,20 +364,16 @@ async def test_a_prefix_is_not_shared_while_a_load_is_under_way(engine_class: An
 @each_engine
 async def test_what_was_written_so_far(engine_class: Any) -> None:
     engine = engine_class()
-
-    versioned = engine.serve_versions()
-    await versioned.load(0, engine.loading(0, 0.0), "keep")
-    clock = asyncio.create_task(engine.run())
-    asked = asyncio.create_task(answer(engine, "r", 6))
-    found = []
-    for version, seconds in enumerate((0.5, 2.0, 0.0), start=1):
-        await asyncio.sleep(seconds)
-        found.append(await versioned.written(["r", "unknown"]))
-        await versioned.load(version, engine.loading(version, 0.0), "keep")
-    await asyncio.sleep(1.0)
-    found.append(await versioned.written(["r"]))
-    await asked
-    clock.cancel()
+    async with serving(engine) as versioned:
+        asked = asyncio.create_task(answer(engine, "r", 6))
+        found = []
+        for version, seconds in enumerate((0.5, 2.0, 0.0), start=1):
+            await asyncio.sleep(seconds)
+            found.append(await versioned.written(["r", "unknown"]))
+            await versioned.load(version, engine.loading(version, 0.0), "keep")
+        await asyncio.sleep(1.0)
+        found.append(await versioned.written(["r"]))
+        await asked
     nothing, before, same, after = found
     assert nothing == {}, "no token is there"
     assert before == {"r": ([1, 1], [LOG_PROB] * 2, [[1, 0]])}

@@ -31,9 +31,9 @@ from tests import HANG_S
 
 
 def test_names_are_random_and_in_this_format() -> None:
-    first, second = new_name(), new_name()
-    assert first != second
-    assert first.startswith(PREFIX)
+    names = {new_name() for _ in range(100)}
+    assert len(names) == 100
+    assert all(name.startswith(PREFIX) and len(name.rpartition("-")[2]) >= 16 for name in names), "64 bits"
 
 
 OWNER = """
@@ -202,8 +202,3 @@ def test_a_link_is_not_followed(made: Path) -> None:
 def test_any_name_is_opened_or_refused(name: str) -> None:
     with pytest.raises(WeightSyncError):
         open_own(name)
-
-
-def test_names_are_random() -> None:
-    assert len({new_name() for _ in range(100)}) == 100
-    assert len(new_name().rpartition("-")[2]) >= 16, "64 random bits"

@@ -39,9 +39,6 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._begin()
-
-    def _begin(self) -> None:
         self._windows = Denoising.of(self.config.actor_rollout_ref.model.denoising).windows()
         self._seed = int(OmegaConf.select(self.config, "data.seed") or 0)
         self._scored_later = OmegaConf.select(self.config, f"{OWN}.reward.while_generating") is False

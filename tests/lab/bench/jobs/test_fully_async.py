@@ -53,6 +53,6 @@ def test_the_runner_starts_the_probed_trainer(module: ModuleType, monkeypatch: p
     monkeypatch.setattr(
         module.StockRunner, "run", lambda self, config: started.append(module.stock.FullyAsyncTrainer)
     )
-    object.__new__(module.ProbedFullyAsyncRunner).run({})
+    module.ProbedFullyAsyncRunner().run({})
     (cls,) = started
     assert issubclass(cls.__ray_metadata__.modified_class, module.ProbedFullyAsyncTrainer)

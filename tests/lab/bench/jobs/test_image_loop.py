@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +11,7 @@ import pytest
 from recipe.async_pipeline.lab.bench.measuring import spans
 from recipe.async_pipeline.lab.bench.measuring.spans import SPANS_DIR, read_spans
 from tests.conftest import Load
-from tests.fakes.image_client import ROW, Client, loop_of
+from tests.fakes.image_client import ROW, Client, draw
 
 pytestmark = pytest.mark.real_engine
 
@@ -24,8 +23,6 @@ def test_an_image_has_spans_and_the_number_of_its_sample(
     monkeypatch.setenv(SPANS_DIR, str(tmp_path))
     own = load("recipe.async_pipeline.verl_bridge.agent_loop.diffusion_loop")
     monkeypatch.setattr(own, "current_attempt", object)
-    loop = loop_of(own, Client())
-    loop.__class__ = module.ImageLoop
-    output = asyncio.run(loop.run({}, session_id=3, **ROW))
+    output = draw(module.ImageLoop, Client(), {**ROW, "session_id": 3})
     assert output.extra_fields["session"] == 3 and len(output.response_ids) == 3
     assert sorted(one.name for one in read_spans(tmp_path)) == ["episode", "generate"]

@@ -118,20 +118,28 @@ def test_any_folder_can_be_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     assert main.main(["doctor", "--engine", "here"]) == EXIT_USERS
-    assert f"{tmp_path / 'here'} has no vllm/__init__.py" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'here'} has no vllm/__init__.py" in error and "give the folder that contains" in error
+    )
     assert main.main(["doctor", "--engine", ""]) == EXIT_USERS
     assert "--engine must name a folder, got ''; leave the value out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("other", [["--verl-dir", "x"], ["--cluster"]])
-def test_one_thing_is_examined_at_a_time(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["doctor", "--engine", "x", *other]) == EXIT_USERS
-    assert "exclude each other" in capsys.readouterr().err
-
-
-def test_a_folder_without_an_engine_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main.main(["doctor", "--engine", str(tmp_path)]) == EXIT_USERS
-    assert "give the folder that contains" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--engine", "x", "--verl-dir", "x"], "exclude each other"),
+        (["--engine", "x", "--cluster"], "exclude each other"),
+        (["--cluster", "--verl-dir", "x"], "exclude each other"),
+        (["--nodes", "2"], "--nodes requires --cluster"),
+    ],
+)
+def test_one_thing_is_examined_at_a_time(
+    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["doctor", *options]) == EXIT_USERS
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,3 @@ def test_another_number_of_nodes_fails() -> None:
     assert node_findings.rows_of([answer("a", same)], 1) == [("a", same)]
     (_, (node, missing)) = node_findings.rows_of([answer("a", same)], 2)
     assert (node, missing.verdict, missing.detail) == ("all", "fail", "1 have joined, expected 2")
-
-
-def test_a_number_of_nodes_requires_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["doctor", "--nodes", "2"]) == EXIT_USERS
-    assert "--nodes requires --cluster" in capsys.readouterr().err
-
-
-def test_a_cluster_and_a_tree_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["doctor", "--cluster", "--verl-dir", "x"]) == EXIT_USERS
-    assert "exclude each other" in capsys.readouterr().err

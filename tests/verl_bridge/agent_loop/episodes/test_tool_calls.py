@@ -43,9 +43,7 @@ def call(verls: ModuleType, tool: Any) -> Any:
 
 
 def function(verls: ModuleType, fn: Any) -> Any:
-    tool: Any = object.__new__(verls.FunctionTool)
-    tool.name, tool.fn, tool.is_async = "t", fn, asyncio.iscoroutinefunction(fn)
-    return tool
+    return verls.FunctionTool("t", fn, tool_schema=None, is_async=asyncio.iscoroutinefunction(fn))
 
 
 class Stateful:

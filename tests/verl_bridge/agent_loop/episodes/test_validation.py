@@ -33,6 +33,11 @@ class Store:
             del self.tags[key]
 
 
+@pytest.fixture
+def store(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Store:
+    return Store(module, monkeypatch)
+
+
 class Prompts:
     """Tasks of prompts, as verl's worker begins them: each runs until its event."""
 
@@ -57,11 +62,7 @@ async def pause() -> None:
         await asyncio.sleep(0)
 
 
-async def test_it_returns_when_all_prompts_have_ended(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Store(module, monkeypatch)
-
+async def test_it_returns_when_all_prompts_have_ended(store: Store, module: ModuleType) -> None:
     opened = module.OpenPrompts()
     prompts = Prompts(opened, "a-1", "a-2")
     call = asyncio.create_task(opened.until_ended(["a-1", "a-2"], prompts.begin()))
@@ -74,12 +75,8 @@ async def test_it_returns_when_all_prompts_have_ended(
     assert not opened._ends
 
 
-async def test_only_responses_to_its_own_prompts_are_removed(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_responses_to_its_own_prompts_are_removed(store: Store, module: ModuleType) -> None:
     """A second conversation of an agent that the repeated episode does not have would be its last row."""
-    store = Store(module, monkeypatch)
-
     opened = module.OpenPrompts()
     prompts = Prompts(opened, "a-1", "a-2")
     for event in prompts.events.values():
@@ -88,12 +85,8 @@ async def test_only_responses_to_its_own_prompts_are_removed(
     assert set(store.tags) == {"a-1", "a-2", "b-1", "b-1_0_0"}
 
 
-async def test_a_task_that_fails_ends_the_call_with_its_error(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_task_that_fails_ends_the_call_with_its_error(store: Store, module: ModuleType) -> None:
     """verl's task catches the errors of agent loops; the others, of the sample store, would be waited for."""
-    Store(module, monkeypatch)
-
     opened = module.OpenPrompts()
     prompts = Prompts(opened, "a-1", "a-2")
     prompts.errors["a-1"] = ConnectionError("the store is gone")

@@ -13,7 +13,8 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -83,43 +84,39 @@ class Engine:
         )
 
 
-async def plays_openai(task: dict[str, Any], policy: Policy) -> float:
-    """Play the environment of the white box with OpenAI's client."""
+async def plays(task: dict[str, Any], answer: Callable[[list[Any]], Awaitable[str]]) -> float:
+    """Play the environment of the white box."""
     game: Any = Counting()
     reward: float = 0.0
     messages: list[Any] = [{"role": "user", "content": game.reset(task["seed"], **task["task"])}]
+    while True:
+        text = await answer(messages)
+        step = game.step(text)
+        reward += step.reward
+        if step.over:
+            return float(reward)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": step.observation}]
+
+
+async def plays_openai(task: dict[str, Any], policy: Policy) -> float:
     async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
-        while True:
-            answer = await client.chat.completions.create(model="policy", messages=messages)
-            text = answer.choices[0].message.content
-            step = game.step(text)
-            reward += step.reward
-            if step.over:
-                return float(reward)
-            messages += [
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": step.observation},
-            ]
+
+        async def answer(messages: list[Any]) -> str:
+            said = await client.chat.completions.create(model="policy", messages=messages)
+            return str(said.choices[0].message.content)
+
+        return await plays(task, answer)
 
 
 async def plays_anthropic(task: dict[str, Any], policy: Policy) -> float:
-    """Play it with Anthropic's client."""
-    game: Any = Counting()
-    reward: float = 0.0
-    messages: list[Any] = [{"role": "user", "content": game.reset(task["seed"], **task["task"])}]
     url = policy.base_url.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=url, api_key=policy.api_key) as client:
-        while True:
-            answer = await client.messages.create(model="policy", messages=messages, max_tokens=100)
-            text = answer.content[0].text
-            step = game.step(text)
-            reward += step.reward
-            if step.over:
-                return float(reward)
-            messages += [
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": step.observation},
-            ]
+
+        async def answer(messages: list[Any]) -> str:
+            said = await client.messages.create(model="policy", messages=messages, max_tokens=100)
+            return str(said.content[0].text)
+
+        return await plays(task, answer)
 
 
 async def says(policy: Policy, *texts: str) -> str:
@@ -176,6 +173,7 @@ async def silent(task: dict[str, Any], policy: Policy) -> None:
 
 
 AGENTS = "agents_of_loop"
+TableOf = Callable[..., "Table"]
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +188,8 @@ class Table:
         self.module = module
         rollout = {"prompt_length": 64, "response_length": knobs.pop("response_length", 300)}
         self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+        if knobs.get("agent") in globals():
+            knobs["agent"] = f"{AGENTS}:{knobs['agent']}"
         agentic = AgenticConfig(**knobs)
         monkeypatch.setattr(module, "knobs_of", lambda config: SimpleNamespace(agentic=agentic))
 
@@ -218,6 +218,12 @@ class Table:
         return asyncio.run(asyncio.wait_for(episode(), HANG_S))
 
 
+@pytest.fixture
+def table_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> TableOf:
+    """Return a function that makes a table; an agent is a function of this file, or a command."""
+    return partial(Table, module, monkeypatch)
+
+
 ROW = {"raw_prompt": [{"role": "user", "content": ""}], "extra_info": {"seed": 5}, "index": 0}
 
 
@@ -239,9 +245,9 @@ def white_box(table: Table) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("agent", ["plays_openai", "plays_anthropic"])
-def test_black_box_is_white_box(module: ModuleType, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
+def test_black_box_is_white_box(table_of: TableOf, agent: str) -> None:
     """Token for token, log-prob for log-prob, span for span."""
-    table = Table(module, monkeypatch, agent=f"{AGENTS}:{agent}")
+    table = table_of(agent=agent)
     white, spans = white_box(table)
     (black,) = table.play(Engine())
     assert black.prompt_ids == white.prompt_ids
@@ -254,10 +260,8 @@ def test_black_box_is_white_box(module: ModuleType, monkeypatch: pytest.MonkeyPa
     assert black.extra_fields[END] == white.extra_fields[END] == "done"
 
 
-def test_an_agent_that_forgets_has_two_rows_and_the_main_one_is_scored(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, last = Table(module, monkeypatch, agent=f"{AGENTS}:compacts").play(Engine())
+def test_an_agent_that_forgets_has_two_rows_and_the_main_one_is_scored(table_of: TableOf) -> None:
+    first, last = table_of(agent="compacts").play(Engine())
     assert (first.reward_score, last.reward_score) == (None, 0.25)
     assert [TOKENIZER.decode(one.prompt_ids) for one in (first, last)] == ["summary", "first"]
     assert first.extra_fields[ROW_SPANS] == [(2, 0), (3, 2)]
@@ -268,33 +272,24 @@ def test_an_agent_that_forgets_has_two_rows_and_the_main_one_is_scored(
 @pytest.mark.parametrize(("knobs", "end"), [({"max_turns": 3}, "turns"), ({"response_length": 36}, "tokens")])
 @pytest.mark.parametrize(("agent", "reward"), [("endless", None), ("careful", 0.5)])
 def test_an_agent_at_a_limit(
-    module: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    knobs: dict[str, Any],
-    end: str,
-    agent: str,
-    reward: float | None,
+    table_of: TableOf, knobs: dict[str, Any], end: str, agent: str, reward: float | None
 ) -> None:
     """Whether it fails at the limit or stops, the policy is to blame, and its tokens are kept."""
-    table = Table(module, monkeypatch, agent=f"{AGENTS}:{agent}", **knobs)
+    table = table_of(agent=agent, **knobs)
     (output,) = table.play(Engine(turns=100))
     assert (output.extra_fields[END], output.reward_score, output.num_turns) == (end, reward, 6)
     assert bool(output.extra_fields[WHY]) == (agent == "endless")
 
 
-def test_an_agent_that_begins_a_conversation_each_turn_is_trained(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outputs = Table(module, monkeypatch, agent=f"{AGENTS}:reminds").play(Engine(turns=100))
+def test_an_agent_that_begins_a_conversation_each_turn_is_trained(table_of: TableOf) -> None:
+    outputs = table_of(agent="reminds").play(Engine(turns=100))
     assert len(outputs) == 12 and outputs[-1].extra_fields[END] == "done"
     assert outputs[-1].extra_fields[NOTED]["rows_of_reminder"] >= 10
 
 
-def test_too_many_conversations_are_no_failure_of_the_agent(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_conversations_are_no_failure_of_the_agent(table_of: TableOf) -> None:
     gateway = GatewayConfig(max_chains=3)
-    outputs = Table(module, monkeypatch, agent=f"{AGENTS}:reminds", gateway=gateway).play(Engine(turns=100))
+    outputs = table_of(agent="reminds", gateway=gateway).play(Engine(turns=100))
     assert len(outputs) == 3 and outputs[-1].extra_fields[END] == "chains"
     assert "begins another conversation" in outputs[-1].extra_fields[WHY]
 
@@ -304,18 +299,14 @@ JUDGE = "echo '{\"reward\": -1}'"
 
 
 @pytest.mark.parametrize("agent", ["endless", "careful"])
-def test_verify_judges_an_agent_at_a_limit(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, agent: str
-) -> None:
-    table = Table(module, monkeypatch, agent=f"{AGENTS}:{agent}", max_turns=3, verify=JUDGE)
+def test_verify_judges_an_agent_at_a_limit(table_of: TableOf, agent: str) -> None:
+    table = table_of(agent=agent, max_turns=3, verify=JUDGE)
     (output,) = table.play(Engine(turns=100))
     assert (output.extra_fields[END], output.reward_score) == ("turns", -1.0)
 
 
-def test_a_verify_that_fails_at_a_limit_is_no_reward(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = Table(module, monkeypatch, agent=f"{AGENTS}:endless", max_turns=3, verify="false")
+def test_a_verify_that_fails_at_a_limit_is_no_reward(table_of: TableOf) -> None:
+    table = table_of(agent="endless", max_turns=3, verify="false")
     with pytest.raises(EnvironmentFailed, match="verify: exit status 1"):
         table.play(Engine(turns=100))
 
@@ -333,11 +324,9 @@ def gives_up_in_a_thread(task: dict[str, Any], policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("agent", ["gives_up", "gives_up_in_a_thread"])
-def test_a_cancellation_of_the_agents_own_is_its_failure(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, agent: str
-) -> None:
+def test_a_cancellation_of_the_agents_own_is_its_failure(table_of: TableOf, agent: str) -> None:
     with pytest.raises(AgentFailed, match="raised CancelledError"):
-        Table(module, monkeypatch, agent=f"{AGENTS}:{agent}").play(Engine())
+        table_of(agent=agent).play(Engine())
 
 
 NO_FUNCTION = {
@@ -347,10 +336,8 @@ NO_FUNCTION = {
 }
 
 
-def test_an_agent_without_a_reward_fails_if_nothing_else_scores(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = Table(module, monkeypatch, agent=f"{AGENTS}:silent")
+def test_an_agent_without_a_reward_fails_if_nothing_else_scores(table_of: TableOf) -> None:
+    table = table_of(agent="silent")
     (output,) = table.play(Engine())
     assert output.reward_score is None, "a reward function scores it"
     table.config.reward = NO_FUNCTION
@@ -360,34 +347,28 @@ def test_an_agent_without_a_reward_fails_if_nothing_else_scores(
     assert output.reward_score is None, "verl has a function for it"
 
 
-def test_an_agent_that_fails_at_a_limit_is_scored_if_nothing_else_scores(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = Table(module, monkeypatch, agent=f"{AGENTS}:endless", max_turns=3, failure_reward=-0.5)
+def test_an_agent_that_fails_at_a_limit_is_scored_if_nothing_else_scores(table_of: TableOf) -> None:
+    table = table_of(agent="endless", max_turns=3, failure_reward=-0.5)
     table.config.reward = NO_FUNCTION
     (output,) = table.play(Engine(turns=100), data_source="of_no_benchmark")
     assert (output.extra_fields[END], output.reward_score) == ("turns", -0.5)
 
 
-def test_a_request_that_the_engine_refuses_is_the_agents(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_the_engine_refuses_is_the_agents(table_of: TableOf) -> None:
     engine = Engine()
     engine.error = ValueError("prompt of an odd length\nand more")
     with pytest.raises(AgentFailed, match="400.*the engine refuses the request: prompt of an odd length$"):
-        Table(module, monkeypatch, agent=f"{AGENTS}:silent").play(engine)
+        table_of(agent="silent").play(engine)
 
 
-def test_a_last_turn_that_is_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:silent", response_length=3).play(Engine())
+def test_a_last_turn_that_is_cut_off(table_of: TableOf) -> None:
+    (output,) = table_of(agent="silent", response_length=3).play(Engine())
     assert (output.extra_fields[END], len(output.response_ids)) == ("cut_off", 3)
 
 
-def test_a_program_outside_of_the_run_claims_the_episode(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_program_outside_of_the_run_claims_the_episode(table_of: TableOf, tmp_path: Path) -> None:
     gateway = GatewayConfig(runners_dir=str(tmp_path))
-    table = Table(module, monkeypatch, agent="external", gateway=gateway)
+    table = table_of(agent="external", gateway=gateway)
 
     def plays() -> None:
         played = False
@@ -406,11 +387,11 @@ def test_a_program_outside_of_the_run_claims_the_episode(
 
 
 async def test_a_gateway_whose_address_cannot_be_written_is_started_by_the_next_episode(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    table_of: TableOf, module: ModuleType, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runners"
     folder.write_text("a file")
-    table = Table(module, monkeypatch, agent="external", gateway=GatewayConfig(runners_dir=str(folder)))
+    table = table_of(agent="external", gateway=GatewayConfig(runners_dir=str(folder)))
 
     setup = module.setup_of(table.config)
     for _ in range(2):
@@ -425,36 +406,35 @@ async def test_a_gateway_whose_address_cannot_be_written_is_started_by_the_next_
     assert list(folder.iterdir()) == []
 
 
-def test_what_is_the_agents_fault(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_the_agents_fault(table_of: TableOf) -> None:
     for agent, why in (("raises", "ValueError: a bug"), ("quiet", "ended without an answer of the policy")):
         with pytest.raises(AgentFailed, match=why):
-            Table(module, monkeypatch, agent=f"{AGENTS}:{agent}").play(Engine())
+            table_of(agent=agent).play(Engine())
 
 
-def test_an_error_of_the_rollout_is_raised_as_it_is(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_rollout_is_raised_as_it_is(table_of: TableOf) -> None:
     """The run ends with it, not with what the agent says about it."""
     engine = Engine()
     engine.error = OSError("five replicas died")
     with pytest.raises(OSError, match="five replicas died"):
-        Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai").play(engine)
+        table_of(agent="plays_openai").play(engine)
     assert engine.calls == 1, "the client does not repeat it"
 
 
-def test_the_reward_of_verify(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_of_verify(table_of: TableOf) -> None:
     code = (
         "import json, os; t = json.load(open(os.environ['ASYNC_PIPELINE_TASK'])); "
         "print(json.dumps({'reward': t['reward_model']['ground_truth']}))"
     )
     verify = f'{sys.executable} -I -c "{code}"'
-    table = Table(module, monkeypatch, agent=f"{AGENTS}:compacts", verify=verify)
+    table = table_of(agent="compacts", verify=verify)
     assert table.play(Engine(), reward_model={"ground_truth": 7})[-1].reward_score == 7.0
     with pytest.raises(EnvironmentFailed, match="verify: exit status 1: .*KeyError"):
         table.play(Engine())
 
 
 def test_commands_are_in_a_sandbox_where_there_is_one(
+    table_of: TableOf,
     module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -466,7 +446,7 @@ def test_commands_are_in_a_sandbox_where_there_is_one(
 
     def reward(**knobs: Any) -> float:
         verify = shlex.join([sys.executable, "-I", "-c", judge])
-        table = Table(module, monkeypatch, agent=f"{AGENTS}:silent", verify=verify, **knobs)
+        table = table_of(agent="silent", verify=verify, **knobs)
         table.config.data = {"train_files": [str(data)]}
         scored: float = table.play(Engine())[-1].reward_score
         return scored
@@ -491,12 +471,12 @@ async def rewards_itself(task: dict[str, Any], policy: Policy) -> float:
     return 0.25
 
 
-def test_an_agent_sets_its_reward_only_if_it_may(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_sets_its_reward_only_if_it_may(table_of: TableOf) -> None:
     for may, reward in ((False, 0.25), (True, 0.75)):
-        knobs = {"agent": f"{AGENTS}:rewards_itself", "gateway": GatewayConfig(agent_may_reward=may)}
-        (output,) = Table(module, monkeypatch, **knobs).play(Engine())
+        knobs = {"agent": "rewards_itself", "gateway": GatewayConfig(agent_may_reward=may)}
+        (output,) = table_of(**knobs).play(Engine())
         assert output.reward_score == reward
-    (output,) = Table(module, monkeypatch, **knobs, verify="echo '{\"reward\": -1}'").play(Engine())
+    (output,) = table_of(**knobs, verify="echo '{\"reward\": -1}'").play(Engine())
     assert output.reward_score == -1.0, "the program that judges has the last word"
 
 
@@ -511,18 +491,16 @@ async def rewards_turns(task: dict[str, Any], policy: Policy) -> float:
     return 2.0
 
 
-def test_rewards_of_turns_are_at_their_last_tokens(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_of_turns_are_at_their_last_tokens(table_of: TableOf) -> None:
     gateway = GatewayConfig(agent_may_reward=True, max_chains=1)
-    knobs = {"agent": f"{AGENTS}:rewards_turns", "gateway": gateway, "turn_rewards": True}
-    (output,) = Table(module, monkeypatch, **knobs).play(Engine(3))
+    knobs = {"agent": "rewards_turns", "gateway": gateway, "turn_rewards": True}
+    (output,) = table_of(**knobs).play(Engine(3))
     ends = [i for i, one in enumerate(output.response_ids) if one == EOS and output.response_mask[i]]
     scores = output.as_dict()["rm_scores"].tolist()
     assert {i: one for i, one in enumerate(scores) if one} == {ends[0]: 0.25, ends[2]: 2.75}
     assert output.reward_score == sum(scores) == 3.0
     assert output.extra_fields["turn_scores"] == [0.25, 0.75, 2.0]
-    (judged,) = Table(module, monkeypatch, **knobs, verify="echo '{\"reward\": -1}'").play(Engine(3))
+    (judged,) = table_of(**knobs, verify="echo '{\"reward\": -1}'").play(Engine(3))
     assert judged.as_dict()["rm_scores"].sum() == judged.reward_score == -1.0
 
 
@@ -537,25 +515,18 @@ async def through_a_socket(task: dict[str, Any], policy: Policy) -> float:
     return 0.5
 
 
-def test_an_agent_without_a_network(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_without_a_network(table_of: TableOf) -> None:
     with tempfile.TemporaryDirectory() as folder:
         gateway = GatewayConfig(unix_dir=folder)
-        table = Table(module, monkeypatch, agent=f"{AGENTS}:through_a_socket", gateway=gateway)
+        table = table_of(agent="through_a_socket", gateway=gateway)
         (output,) = table.play(Engine())
         assert (output.extra_fields[END], output.reward_score) == ("done", 0.5)
         assert [*Path(folder).iterdir()] == []
 
 
-def test_without_a_reward_the_reward_function_scores(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:silent").play(Engine())
-    assert output.reward_score is None
-
-
-def test_the_runs_sampling_parameters_win(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_sampling_parameters_win(table_of: TableOf) -> None:
     engine = Engine()
-    Table(module, monkeypatch, agent=f"{AGENTS}:silent").play(engine)
+    table_of(agent="silent").play(engine)
     assert engine.params == [{"temperature": 1.0, "max_tokens": 300}]
 
 
@@ -572,8 +543,8 @@ async def insists(task: dict[str, Any], policy: Policy) -> None:
             )
 
 
-def test_what_happened_in_a_session_is_counted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:insists").play(Engine())
+def test_what_happened_in_a_session_is_counted(table_of: TableOf) -> None:
+    (output,) = table_of(agent="insists").play(Engine())
     counts = output.extra_fields[NOTED]
     happened = {"retries_coalesced": 1, "params_overridden": 1, "retokenized": 0}
     happened |= {"undelivered": 0, "auxiliary": 0, "constrained": 0}
@@ -593,19 +564,17 @@ async def stays(task: dict[str, Any], policy: Policy) -> None:
 
 
 def test_an_agent_that_continues_after_its_session_is_stopped_and_counted(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    table_of: TableOf, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GRACE_S", 0.1)
-    knobs = {"agent": f"{AGENTS}:stays", "gateway": GatewayConfig(agent_may_reward=True)}
-    (output,) = Table(module, monkeypatch, **knobs).play(Engine())
+    knobs = {"agent": "stays", "gateway": GatewayConfig(agent_may_reward=True)}
+    (output,) = table_of(**knobs).play(Engine())
     assert output.extra_fields[NOTED]["closed_late"] == 1
-    (judged,) = Table(module, monkeypatch, **knobs, verify=JUDGE).play(Engine())
+    (judged,) = table_of(**knobs, verify=JUDGE).play(Engine())
     assert judged.reward_score == -1.0, "the control key does not replace it"
 
 
-def test_what_a_program_leaves_behind_is_ended(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_a_program_leaves_behind_is_ended(table_of: TableOf, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     leaves = f"""
     import subprocess
@@ -615,7 +584,7 @@ def test_what_a_program_leaves_behind_is_ended(
     (tmp_path / "agent.py").write_text(textwrap.dedent(ASKS + leaves))
     agent = f"{sys.executable} {tmp_path / 'agent.py'}"
     # In a sandbox, its number would be another one.
-    (output,) = Table(module, monkeypatch, agent=agent, sandbox="off").play(Engine())
+    (output,) = table_of(agent=agent, sandbox="off").play(Engine())
     assert "left_behind" not in output.extra_fields[NOTED]
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
@@ -625,9 +594,9 @@ def test_what_a_program_leaves_behind_is_ended(
     ("message", "reason"), [(None, "recalled"), ("redundant", "redundant"), ("deadline", "deadline")]
 )
 async def test_a_cancelled_episode_ends_its_session(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, message: str | None, reason: str
+    table_of: TableOf, module: ModuleType, monkeypatch: pytest.MonkeyPatch, message: str | None, reason: str
 ) -> None:
-    table = Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai")
+    table = table_of(agent="plays_openai")
 
     begun: list[Any] = []
     session_of = module.Session
@@ -659,8 +628,8 @@ def test_the_agent_does_not_see_what_judges_it(module: ModuleType) -> None:
     assert hidden["reward_model"] == {"ground_truth": 4} and hidden["extra_info"]["answer"] == 4
 
 
-def test_the_loop_requires_an_agent(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table(module, monkeypatch)
+def test_the_loop_requires_an_agent(table_of: TableOf) -> None:
+    table = table_of()
     with pytest.raises(ConfigError, match=r"requires .*agentic.agent; set it"):
         table.play(Engine())
 
@@ -677,8 +646,7 @@ ASKS = """
 
 
 def fates(
-    module: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    table_of: TableOf,
     file: Path,
     program: str,
     timeout_s: float | None,
@@ -689,7 +657,7 @@ def fates(
     """
     file.write_text(textwrap.dedent(program))
     # Without a sandbox, programs may mark their first attempt.
-    table = Table(module, monkeypatch, agent=f"{sys.executable} {file}", sandbox="off")
+    table = table_of(agent=f"{sys.executable} {file}", sandbox="off")
     attempts: list[Any] = []
     rewards: list[Any] = []
     failed = [] if failed is None else failed
@@ -699,7 +667,7 @@ def fates(
             attempt = current_attempt()
             assert attempt is not None
             attempts.append(attempt)
-            loop = table.loop_of(module.AgentSessionLoop, Engine())
+            loop = table.loop_of(table.module.AgentSessionLoop, Engine())
             outputs = await loop.run({"temperature": 1.0}, **ROW)
             attempt.returned(outputs)
             rewards.append(outputs[-1].reward_score)
@@ -708,7 +676,7 @@ def fates(
             rules = EpisodeRules.of(2, EndPolicies())
             return await Episodes(rules, timeout_s).play(begin, "e", failed.append)
         finally:
-            await module.stop()
+            await table.module.stop()
 
     flaws = asyncio.run(episode())
     return [(one.end, one.action) for one in attempts], [one.why for one in flaws], rewards
@@ -717,6 +685,7 @@ def fates(
 @pytest.mark.parametrize(
     ("then", "why"),
     [
+        (None, "the agent ended without an answer of the policy"),
         ("sys.exit(3)", "exit status 3"),
         ("raise ValueError('a bug')", "exit status 1: .*ValueError: a bug"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
@@ -725,26 +694,18 @@ def fates(
     ],
 )
 def test_a_program_that_fails_is_run_again_and_then_costs_its_group(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, then: str, why: str
+    table_of: TableOf, tmp_path: Path, then: str | None, why: str
 ) -> None:
-    ends, flaws, rewards = fates(module, monkeypatch, tmp_path / "agent.py", f"{ASKS}    {then}", None)
+    ends, flaws, rewards = fates(
+        table_of, tmp_path / "agent.py", "" if then is None else f"{ASKS}    {then}", None
+    )
     assert ends == [("agent_failed", "again"), ("agent_failed", "drop")]
     (flaw,) = flaws
     assert re.search(f"attempt 2: agent_failed: .*{why}", flaw) and rewards == []
 
 
-def test_a_program_that_asks_nothing_has_failed(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    ends, flaws, _ = fates(module, monkeypatch, tmp_path / "agent.py", "print('{}')", None)
-    assert ends == [("agent_failed", "again"), ("agent_failed", "drop")]
-    assert "the agent ended without an answer of the policy" in flaws[0]
-
-
-def test_a_program_that_hangs_is_killed_at_the_deadline(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    ends, flaws, _ = fates(module, monkeypatch, tmp_path / "agent.py", "while True: pass", 0.5)
+def test_a_program_that_hangs_is_killed_at_the_deadline(table_of: TableOf, tmp_path: Path) -> None:
+    ends, flaws, _ = fates(table_of, tmp_path / "agent.py", "while True: pass", 0.5)
     assert ends == [("deadline", "again"), ("deadline", "drop")]
     assert "an episode to end (agentic.episode_timeout_s)" in flaws[0]
     program = str(tmp_path / "agent.py").encode()
@@ -753,7 +714,7 @@ def test_a_program_that_hangs_is_killed_at_the_deadline(
 
 
 def test_a_program_that_fails_once_is_trained_from_its_second_attempt(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    table_of: TableOf, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
     fails_once = f"""
@@ -765,7 +726,7 @@ def test_a_program_that_fails_once_is_trained_from_its_second_attempt(
     print(json.dumps({{"reward": 0.5}}))
 """
     failed: list[Any] = []
-    ends, flaws, rewards = fates(module, monkeypatch, tmp_path / "agent.py", ASKS + fails_once, None, failed)
+    ends, flaws, rewards = fates(table_of, tmp_path / "agent.py", ASKS + fails_once, None, failed)
     assert (ends, flaws, rewards) == ([("agent_failed", "again"), ("done", "train")], [], [0.5])
     (one,) = failed
     assert one == ("e", 1, "agent_failed", "AgentFailed: exit status 3: bye", "bye\n"), (
@@ -775,10 +736,10 @@ def test_a_program_that_fails_once_is_trained_from_its_second_attempt(
 
 @pytest.mark.parametrize("printed", ["no object", "[0.5]", '{"score": 1}'])
 def test_a_program_that_prints_no_reward_is_scored_by_the_reward_function(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: str
+    table_of: TableOf, tmp_path: Path, printed: str
 ) -> None:
     program = f"{ASKS}    print({printed!r})"
-    ends, flaws, rewards = fates(module, monkeypatch, tmp_path / "agent.py", program, None)
+    ends, flaws, rewards = fates(table_of, tmp_path / "agent.py", program, None)
     assert (ends, flaws, rewards) == ([("done", "train")], [], [None])
 
 

@@ -7,34 +7,30 @@ import asyncio
 
 import pytest
 
-from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import _asked
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import AttemptOptions, recorded_spans
 from tests.fakes.timed_engine import Answer
 from tests.fakes.tokenizer_manager import Request, TokenizerManager
 
 
-def test_the_token_after_an_abort_is_written_again() -> None:
+async def test_the_token_after_an_abort_is_written_again() -> None:
     """SGLang does not check whether it was the last one: here it was, and nothing would be left."""
     manager = TokenizerManager()
 
-    async def main() -> Answer:
-        versioned = manager.serve_versions()
-        await versioned.load(0, manager.loading(0, 0.0), "abort")
-        clock = asyncio.create_task(manager.run())
+    versioned = manager.serve_versions()
+    await versioned.load(0, manager.loading(0, 0.0), "abort")
+    clock = asyncio.create_task(manager.run())
 
-        async def ask() -> Answer:
-            with recorded_spans():
-                return await manager.ask("r", 3)
+    async def ask() -> Answer:
+        with recorded_spans():
+            return await manager.ask("r", 3)
 
-        asked = asyncio.create_task(ask())
-        await asyncio.sleep(2.5)
-        await versioned.load(1, manager.loading(1, 0.0), "abort")
-        said = await asked
-        clock.cancel()
-        return said
-
-    assert run_virtual(main()).token_ids == [0, 0, 1]
+    asked = asyncio.create_task(ask())
+    await asyncio.sleep(2.5)
+    await versioned.load(1, manager.loading(1, 0.0), "abort")
+    said = await asked
+    clock.cancel()
+    assert said.token_ids == [0, 0, 1]
     assert [sent.max_tokens for sent in manager.sent] == [3, 1]
 
 

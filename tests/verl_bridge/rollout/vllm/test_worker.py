@@ -28,7 +28,9 @@ def test_a_load_waits_for_the_device_and_reads_the_memory_of_its_node(
     monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
     adapter = FakeEngine()
     order = order_of_loads(adapter, monkeypatch)
-    worker = object.__new__(module.PipelineWorkerExtension)
+    # It would end the tests with the process that started them.
+    monkeypatch.setattr(load("verl.workers.rollout.vllm_rollout.utils"), "set_death_signal", lambda: None)
+    worker = module.PipelineWorkerExtension()
     worker.adapter_class = lambda worker: adapter
     worker.parallel_config = SimpleNamespace(node_rank=node)
     with closing(ArenaWriter(1 << 12, 1000, None)) as writer:

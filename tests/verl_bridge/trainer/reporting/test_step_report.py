@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,14 @@ class Parts:
         await self.report.finish(batch, self.facts)
 
 
+PartsOf = Callable[..., Parts]
+
+
+@pytest.fixture
+def parts_of(module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch) -> PartsOf:
+    return partial(Parts, module, calls, monkeypatch)
+
+
 @pytest.fixture
 def calls(load: Load) -> Iterator[Any]:
     made = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(HANG_S)
@@ -106,10 +115,8 @@ def calls(load: Load) -> Iterator[Any]:
     made.close()
 
 
-async def test_the_next_step_does_not_wait_but_the_one_after_does(
-    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = Parts(module, calls, monkeypatch)
+async def test_the_next_step_does_not_wait_but_the_one_after_does(parts_of: PartsOf) -> None:
+    parts = parts_of()
 
     parts.report.begin()
     parts.may_free.clear()
@@ -126,25 +133,20 @@ async def test_the_next_step_does_not_wait_but_the_one_after_does(
 
 
 @pytest.mark.parametrize(("settings", "step"), [({"save_every": 2}, 2), ({"steps": 3}, 3)])
-def test_a_saved_step_and_the_last_one_are_reported_at_once(
-    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], step: int
+async def test_a_saved_step_and_the_last_one_are_reported_at_once(
+    parts_of: PartsOf, settings: dict[str, int], step: int
 ) -> None:
-    parts = Parts(module, calls, monkeypatch, **settings)
+    parts = parts_of(**settings)
 
-    async def main() -> None:
-        parts.report.begin()
-        await parts.finish(step)
-
-    asyncio.run(main())
+    parts.report.begin()
+    await parts.finish(step)
     assert parts.freed == [step]
     assert parts.tracker.last["async_pipeline/sample_store/rows"] == 5.0, "its own row and 4 others"
     assert parts.tracker.last["async_pipeline/observers/off"] == 0.0
 
 
-async def test_a_tracker_that_fails_holds_up_no_other(
-    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = Parts(module, calls, monkeypatch)
+async def test_a_tracker_that_fails_holds_up_no_other(parts_of: PartsOf) -> None:
+    parts = parts_of()
     parts.tracker.fails = True
 
     parts.report.begin()
@@ -156,31 +158,24 @@ async def test_a_tracker_that_fails_holds_up_no_other(
     assert [line.split(" fails: ")[0].split(" is ")[0] for line in parts.said] == ["the tracker bad"] * 2
 
 
-def test_a_step_whose_update_was_skipped_is_named(
-    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = Parts(module, calls, monkeypatch)
+async def test_a_step_whose_update_was_skipped_is_named(parts_of: PartsOf) -> None:
+    parts = parts_of()
 
-    async def main() -> None:
-        parts.report.begin()
-        parts.metrics["actor/grad_norm"] = float("nan")
-        parts.facts = {**FACTS, "train/skipped_updates": 2.0}
-        await parts.finish(1)
-        parts.facts = {**FACTS, "train/skipped_updates": 11.0}
-        await parts.finish(2)
-        await parts.report.close()
-
-    asyncio.run(main())
+    parts.report.begin()
+    parts.metrics["actor/grad_norm"] = float("nan")
+    parts.facts = {**FACTS, "train/skipped_updates": 2.0}
+    await parts.finish(1)
+    parts.facts = {**FACTS, "train/skipped_updates": 11.0}
+    await parts.finish(2)
+    await parts.report.close()
     assert parts.said == [
         "the update of step 1 was skipped, or that of a mini-batch: actor/grad_norm is nan; 2 such steps so "
         "far"
     ]
 
 
-async def test_a_report_that_cannot_free_its_samples_ends_the_run(
-    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = Parts(module, calls, monkeypatch)
+async def test_a_report_that_cannot_free_its_samples_ends_the_run(parts_of: PartsOf) -> None:
+    parts = parts_of()
     parts.error = ConnectionError("the sample store is gone")
 
     parts.report.begin()
@@ -193,10 +188,8 @@ async def test_a_report_that_cannot_free_its_samples_ends_the_run(
     await parts.report.close()
 
 
-async def test_a_run_that_ends_early_keeps_its_last_report(
-    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = Parts(module, calls, monkeypatch)
+async def test_a_run_that_ends_early_keeps_its_last_report(parts_of: PartsOf) -> None:
+    parts = parts_of()
 
     parts.report.begin()
     watching = asyncio.create_task(parts.report.watch())

@@ -52,13 +52,19 @@ def test_the_worker_asks_before_it_trains(load: Load, mode: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("replayed", [True, False])
-def test_a_pool_for_log_probs_records_what_the_update_replays(load: Load, replayed: bool) -> None:
+def test_a_pool_for_log_probs_records_what_the_update_replays(
+    load: Load, replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from omegaconf import OmegaConf
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    worker = object.__new__(load(f"{WORKERS}.log_prob_worker").LogProbWorker)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}.items():
+        monkeypatch.setenv(name, value)
+    replay = {"router_replay": {"mode": "R2" if replayed else "disabled"}}
+    config = OmegaConf.create({"actor": {"strategy": "megatron", "megatron": replay}, "ref": {}})
+    worker = load(f"{WORKERS}.log_prob_worker").LogProbWorker(config, "ref")
     asked: list[Any] = []
-    worker.enable_routing_replay = replayed
     worker.ref = SimpleNamespace(infer_batch=lambda data: asked.append(data))
     worker.compute_log_prob(TensorDict({"input_ids": torch.zeros(2, 3)}, batch_size=2))
     assert tu.get_non_tensor_data(asked[0], key="enable_routing_replay", default=False) is replayed
