@@ -85,7 +85,9 @@ def fit_batch_sizes(config: Mapping[str, Any], placement: Placement) -> dict[str
     fitted: dict[str, tuple[int, str]] = {}
 
     def divide() -> None:
-        check_all(*(partial(_check_mesh, config, *engine) for engine in engines.values()))
+        faults = (fault for engine in engines.values() for fault in _faults_of_mesh(config, *engine))
+        if problems := dict.fromkeys(faults):
+            raise ConfigError(*problems)
         _check_mini_batches(config, ranks)
         rows.update(_rows(config, ranks))
 
@@ -158,38 +160,34 @@ def _megatron_ranks(config: Mapping[str, Any], pool: Pool, section: str) -> Rank
     return Ranks(pool=pool, sequence_path=path, sequence=context, model=tensor * pipeline)
 
 
-def _check_megatron_mesh(config: Mapping[str, Any], ranks: Ranks, section: str) -> None:
-    """Raises ConfigError if the parallel sizes do not divide the devices, or the experts' sizes do not."""
+def _faults_of_megatron(config: Mapping[str, Any], ranks: Ranks, section: str) -> Iterator[str]:
+    """Yield a line if the parallel sizes do not divide the devices, or the experts' sizes do not."""
     devices, pool = ranks.pool.devices, ranks.pool.name
     sizes = f"{section}.{{tensor_model,pipeline_model,context}}_parallel_size"
     if devices % ranks.size:
-        raise ConfigError(
+        yield (
             f"{sizes} must together divide the {devices} devices of pool {pool}, got "
             f"{ranks.size}; reduce them"
         )
+        return
     pipeline, tensor, expert = (
         _whole(config, f"{section}.{name}_model_parallel_size", least=1, default=1)
         for name in ("pipeline", "tensor", "expert")
     )
     expert_tensor = _whole(config, f"{section}.expert_tensor_parallel_size", least=1, default=tensor)
     if expert > 1 and devices % (pipeline * expert * expert_tensor):
-        raise ConfigError(
+        yield (
             f"{section}.expert_model_parallel_size x expert_tensor_parallel_size x "
             f"pipeline_model_parallel_size must divide the {devices} devices of pool {pool}, got "
             f"{expert} x {expert_tensor} x {pipeline}; reduce them, e.g. set expert_tensor_parallel_size=1"
         )
 
 
-def _check_mesh(config: Mapping[str, Any], ranks: Ranks, fsdp: str, model: str) -> None:
-    """Raises ConfigError if verl could not lay out the engine's device meshes."""
-    if fsdp.endswith(".megatron"):
-        _check_megatron_mesh(config, ranks, fsdp)
-        return
-    if problems := tuple(_faults_of_mesh(config, ranks, fsdp, model)):
-        raise ConfigError(*problems)
-
-
 def _faults_of_mesh(config: Mapping[str, Any], ranks: Ranks, fsdp: str, model: str) -> Iterator[str]:
+    """Yield a line for each reason why verl could not lay out the engine's device meshes."""
+    if fsdp.endswith(".megatron"):
+        yield from _faults_of_megatron(config, ranks, fsdp)
+        return
     devices, sequence = ranks.pool.devices, ranks.sequence
     if devices % sequence:
         yield (

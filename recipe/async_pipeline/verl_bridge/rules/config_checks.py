@@ -17,7 +17,6 @@ from ...config.checks.agent_program import program_values
 from ...config.checks.batch_sizes import fit_batch_sizes
 from ...config.checks.environment_arguments import check_environment
 from ...config.checks.refusals import UNREADABLE, Settings, refuse
-from ...config.checks.user_classes import find_class, schedule_at
 from ...config.checks.verl_options import REWARDS
 from ...config.derived.adapters import ASSUMED_RANK, MODEL, adapter_rank, publishes_adapters, rank_in
 from ...config.derived.sample_store import fit_capacity
@@ -28,24 +27,30 @@ from ...config.keys.translation import Translation, is_enabled, require_no_stray
 from ...config.keys.without_effect import profiling_off
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import MODE, OWN, PATCH_FREE, select
-from ...config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
-from ...core.graph import GRAPH, OPTIONAL, graph_of
+from ...config.placement import POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
 from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched
 from ...installed.verl import find_verl_root
-from ...stages.custom import insert_custom_stages
 from .. import replaced
 from ..launch import light_verl
 from ..launch.inputs import faults
 from ..launch.run_config import address_to_join, notes_on_machine
 from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
-from .config_rules import OPTION_CHECKS, check_corrections, check_devices, check_sections, check_types
+from .config_rules import (
+    OPTION_CHECKS,
+    check_corrections,
+    check_devices,
+    check_sections,
+    check_types,
+    require_importable,
+    require_stages_that_fit,
+)
 from .diffusers_rules import check_images, draws_images, set_image_keys
 from .engine_arguments import largest_adapter_rank
 from .engine_memory import set_engine_memory
 from .expert_backends import set_expert_kernels
-from .model_rules import ROLLOUT, described_model, has_critic, has_reference
+from .model_rules import ROLLOUT, described_model, has_critic, has_reference, placed_roles
 from .spelling import check_spelling
 from .verl_keys import keys_without_effect
 
@@ -122,9 +127,9 @@ def _require_patches(review: Review) -> None:
 
 
 def _translate(review: Review) -> None:
-    """Raises ConfigError if keys of ours are unknown, misplaced, contradictory or have wrong values.
+    """Raises ConfigError if keys of this package are unknown, misplaced, contradictory or wrong.
 
-    The later checks go on without these, unless one is decisive.
+    The later checks continue without these, unless one is decisive.
     """
     problems, found = list[str](), None
     while found is None:
@@ -168,7 +173,7 @@ def _check_resume(review: Review) -> None:
 def _place(review: Review) -> None:
     """Raises ConfigError if the stages do not fit the devices."""
     layout = next((path for path in (RATIOS, TASK_RATIOS) if select(review.raw, path) is not None), POOLS)
-    roles = _placed_roles(review.config, bypass=review.bypass)
+    roles = placed_roles(review.config, bypass=review.bypass)
     review.placement = placement_of(review.resolved, review.knobs.pools, roles, layout)
 
 
@@ -193,15 +198,6 @@ def remove_keys(config: DictConfig, paths: Iterable[str]) -> None:
                 remove_keys(config, (parent,))
 
 
-def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
-    absent = (
-        (set() if has_critic(config) else {"critic"})
-        | ({"logp"} if bypass else set())
-        | (set() if has_reference(config) else {"ref_logp"})
-    )
-    return [role for role in PLACED if role not in absent]
-
-
 def _resolve(review: Review) -> None:
     """Resolve the knobs. Raises ConfigError if any interpolation of the config has no value."""
     _resolved(review.config)
@@ -222,25 +218,6 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(
             f"{error.full_key} cannot be resolved: {text}; set it or override the key"
         ) from None
-
-
-def _require_importable(knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the strategy is none, or a custom stage names a class that cannot be found."""
-    schedule_at(knobs.strategy, f"{OWN}.strategy")
-    for spec in knobs.custom_stages:
-        target = spec.partition("@")[0]
-        if ":" in target:
-            find_class(target, f"{OWN}.custom_stages")
-
-
-def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if a custom stage is not registered or its edge does not exist."""
-    critic, reference = has_critic(config), has_reference(config)
-    roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
-    try:
-        insert_custom_stages(graph_of(roles), knobs.custom_stages)
-    except ConfigError as error:
-        raise ConfigError(f"{OWN}.custom_stages: {error}") from None
 
 
 def _require_inputs(review: Review) -> None:
@@ -377,7 +354,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_resolve, stops=True),
     Check(lambda review: check_sections(review.config), stops=True),
     Check(_translate, stops=True, finds="translation"),
-    Check(lambda review: _require_importable(review.knobs)),
+    Check(lambda review: require_importable(review.knobs)),
     Check(lambda review: refuse(REWARDS, Settings(review.config, review.knobs))),
     Check(lambda review: check_environment(review.knobs.agentic)),
     Check(lambda review: program_values(review.knobs.agentic)),
@@ -387,7 +364,7 @@ CHECKS: tuple[Check, ...] = (
     Check(lambda review: check_spelling(review.config)),
     *(Check(lambda review, run=run: run(review.config)) for run in OPTION_CHECKS),  # type: ignore[misc]
     Check(lambda review: check_images(review.config, review.knobs, critic=has_critic(review.config))),
-    Check(lambda review: _require_stages_that_fit(review.config, review.knobs)),
+    Check(lambda review: require_stages_that_fit(review.config, review.knobs)),
     Check(lambda review: check_corrections(review.config, review.knobs)),
     Check(_check_resume),
     Check(lambda review: check_types(review.resolved), needs="resolved"),

@@ -19,6 +19,7 @@ from ...config.checks.rollout_correction import (
     check_estimator,
     check_loss,
 )
+from ...config.checks.user_classes import find_class, schedule_at
 from ...config.checks.verl_options import (
     ADAPTERS,
     ESTIMATORS,
@@ -35,8 +36,10 @@ from ...config.keys.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN, hint, select, walk
 from ...config.placement import Placement
+from ...core.graph import GRAPH, OPTIONAL, graph_of
 from ...errors import ConfigError
 from ...installed.verl import COMPOSED
+from ...stages.custom import insert_custom_stages
 from ..launch.light_verl import compute, fields_of, registered_estimators, registered_losses
 from ..launch.run_config import address_to_join
 from .megatron_rules import check_megatron
@@ -196,6 +199,25 @@ def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineC
             f"{every}; on the training devices the reference is the trainer's model without its adapters: "
             "leave it out, or give ref_logp a pool"
         )
+
+
+def require_importable(knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if the strategy is none, or a custom stage names a class that cannot be found."""
+    schedule_at(knobs.strategy, f"{OWN}.strategy")
+    for spec in knobs.custom_stages:
+        target = spec.partition("@")[0]
+        if ":" in target:
+            find_class(target, f"{OWN}.custom_stages")
+
+
+def require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if a custom stage is not registered or its edge does not exist."""
+    critic, reference = has_critic(config), has_reference(config)
+    roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
+    try:
+        insert_custom_stages(graph_of(roles), knobs.custom_stages)
+    except ConfigError as error:
+        raise ConfigError(f"{OWN}.custom_stages: {error}") from None
 
 
 def check_corrections(config: DictConfig, knobs: AsyncPipelineConfig) -> None:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config.checks.refusals import Refusal, Settings, any_of, check_all, other_than, refuse
 from ...config.derived.adapters import publishes_adapters
+from ...config.placement import PLACED
 from ...errors import ConfigError
 from ...installed.engines import find_spec
 from .engine_arguments import check_arguments, check_engine_names, check_load_format, check_replaced
@@ -98,6 +99,16 @@ def has_critic(config: DictConfig) -> bool:
 def has_reference(config: DictConfig) -> bool:
     """Return whether verl will use a reference policy."""
     return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
+    """Return the stages that a run has devices for; `bypass`: verl takes log-probs from the rollout."""
+    absent = (
+        (set() if has_critic(config) else {"critic"})
+        | ({"logp"} if bypass else set())
+        | (set() if has_reference(config) else {"ref_logp"})
+    )
+    return [role for role in PLACED if role not in absent]
 
 
 def check_model(config: DictConfig) -> None:
