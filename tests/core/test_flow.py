@@ -545,6 +545,3 @@ def test_a_stage_may_stand_between_the_critic_and_the_step(audit: list[int]) -> 
     run_virtual(flow.run())
     assert audit == [1, 2, 3, 4, 5, 6]
     assert [dict(b.metrics)["critic"] for b in trainer.finished] == audit
-
-
-# The books.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual time, its deadlock detector, and the bounded wait."""
+"""Virtual time and its deadlock detector."""
 
 from __future__ import annotations
 
@@ -251,6 +251,3 @@ def test_loop_clock_shows_the_time_of_the_loop_that_runs() -> None:
     assert run_virtual(main())
     with pytest.raises(RuntimeError, match="no running event loop"):
         LoopClock().now()
-
-
-# The bounded wait.

@@ -48,17 +48,14 @@ def played(at: Served, control: Path, *, is_bad: bool) -> Any:
     return asyncio.get_running_loop().run_in_executor(None, play)
 
 
-def test_it_plays_to_the_goal_and_ends_at_the_limit_of_turns(tmp_path: Path) -> None:
-    async def test() -> None:
-        actions = way(SEED)
-        async with served(FakePolicy(*actions)) as at:
-            assert await played(at, tmp_path / "mood", is_bad=True) == 1.0
-            assert at.session.counts.turns == len(actions) and len(at.session.rows()) == 1
-        async with served(FakePolicy(*"LLLL"), limits=replace(LIMITS, max_turns=3)) as at:
-            assert await played(at, tmp_path / "mood", is_bad=True) == 0.0
-            assert at.session.limit_hit == "turns"
-
-    asyncio.run(test())
+async def test_it_plays_to_the_goal_and_ends_at_the_limit_of_turns(tmp_path: Path) -> None:
+    actions = way(SEED)
+    async with served(FakePolicy(*actions)) as at:
+        assert await played(at, tmp_path / "mood", is_bad=True) == 1.0
+        assert at.session.counts.turns == len(actions) and len(at.session.rows()) == 1
+    async with served(FakePolicy(*"LLLL"), limits=replace(LIMITS, max_turns=3)) as at:
+        assert await played(at, tmp_path / "mood", is_bad=True) == 0.0
+        assert at.session.limit_hit == "turns"
 
 
 @pytest.mark.slow

@@ -427,7 +427,7 @@ async def test_a_worker_ends_what_its_episodes_share(module: ModuleType, worker_
     writer.close()
 
 
-def test_validation_counts_failed_episodes_and_their_ends(
+async def test_validation_counts_failed_episodes_and_their_ends(
     load: Load, worker_of: WorkerOf, store: Store, response: Callable[..., Any]
 ) -> None:
     """One row for each episode, or the mean would be the one of the episodes that did not fail."""
@@ -441,18 +441,13 @@ def test_validation_counts_failed_episodes_and_their_ends(
             raise ValueError("a tool")
         return response(**({END: "turns"} if number == 0 else {}))
 
-    async def story() -> Any:
-        changes = {f"{ROLLOUT}.val_kwargs.n": 3, f"{AGENTIC}.attempts": 2, f"{AGENTIC}.failure_reward": -1.0}
-        worker = worker_of(
-            play, **changes, **{f"{AGENTIC}.environment": "m:C", f"{AGENTIC}.ends.turns": "score"}
-        )
-        rows = {name: [value] for name, value in PROMPT.items() if name != "global_steps"}
-        batch = tensordict.get_tensordict(rows)
-        tensordict.assign_non_tensor_data(batch, "global_steps", 2)
-        tensordict.assign_non_tensor_data(batch, "validate", True)
-        return await worker.run_validation(batch)
-
-    groups = asyncio.run(story())
+    changes = {f"{ROLLOUT}.val_kwargs.n": 3, f"{AGENTIC}.attempts": 2, f"{AGENTIC}.failure_reward": -1.0}
+    worker = worker_of(play, **changes, **{f"{AGENTIC}.environment": "m:C", f"{AGENTIC}.ends.turns": "score"})
+    rows = {name: [value] for name, value in PROMPT.items() if name != "global_steps"}
+    batch = tensordict.get_tensordict(rows)
+    tensordict.assign_non_tensor_data(batch, "global_steps", 2)
+    tensordict.assign_non_tensor_data(batch, "validate", True)
+    groups = await worker.run_validation(batch)
     assert sorted(begun) == [0, 1, 1, 2, 2] and sorted(store.keys) == ["a_0_0", "a_1_0", "a_2_0"]
     scores = {put["keys"][0]: float(put["fields"]["rm_scores"].sum()) for put in store.puts}
     assert scores == {"a_0_0": -1.0, "a_1_0": 1.0, "a_2_0": -1.0}
@@ -462,17 +457,14 @@ def test_validation_counts_failed_episodes_and_their_ends(
     assert (found["agentic/episodes"], found["agentic/again"], found["agentic/turns/mean"]) == (3.0, 2.0, 1.0)
 
 
-def test_the_counts_of_an_episode_are_kept_once(
+async def test_the_counts_of_an_episode_are_kept_once(
     worker_of: WorkerOf, store: Store, response: Callable[..., Any]
 ) -> None:
     async def play(*args: Any) -> Any:
         take_turn(1, [(1, 0)], "r", 3, 0.25)
         return [response(), response(**{NOTED: {"params_overridden": 2}, TOOK_MS: [1.5]})]
 
-    async def story() -> Any:
-        return await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group(PROMPT)
-
-    answered = asyncio.run(story())
+    answered = await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group(PROMPT)
     assert store.keys == ["a_0_0", "a_0_1"]
     assert (answered.counts, answered.took_ms) == ({"params_overridden": 2}, [1.5])
     assert len({one.env_s for one in answered.trajectories}) == 1

@@ -212,14 +212,10 @@ def received(
     return asyncio.run(receive(Incoming([manifest(version)], slot), fetching(version, spoil)))
 
 
-def test_a_bucket_that_comes_broken_is_fetched_again(slot: Slot) -> None:
-    async def main() -> tuple[Manifest, Incoming]:
-        incoming = Incoming([manifest(4)], slot)
-        fetch = fetching(4, lambda s, attempt, data: data[:-1] if s == 1 and attempt < 2 else data)
-        return await receive(incoming, fetch), incoming
-
-    local, incoming = asyncio.run(main())
-    assert read(local) == whole(4)
+async def test_a_bucket_that_comes_broken_is_fetched_again(slot: Slot) -> None:
+    incoming = Incoming([manifest(4)], slot)
+    fetch = fetching(4, lambda s, attempt, data: data[:-1] if s == 1 and attempt < 2 else data)
+    assert read(await receive(incoming, fetch)) == whole(4)
     assert incoming.verdicts == {BucketVerdict.ACCEPTED: 3, BucketVerdict.TRUNCATED: 2}
 
 
@@ -235,11 +231,8 @@ def test_what_the_way_raises_comes_through_and_the_next_version_is_welcome(slot:
     async def lost(bucket: Bucket, attempt: int) -> tuple[bytes, bytes]:
         raise ConnectionError("the other host is gone")
 
-    async def main() -> None:
-        await receive(Incoming([manifest(1)], slot), lost)
-
     with pytest.raises(ConnectionError):
-        asyncio.run(main())
+        asyncio.run(receive(Incoming([manifest(1)], slot), lost))
     assert read(received(slot, 2)) == whole(2)
 
 

@@ -21,6 +21,7 @@ from recipe.async_pipeline.verl_bridge.agent_loop.episodes import episode_attemp
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import (
     END,
     WHY,
+    Attempt,
     Ended,
     change_episode,
     current_attempt,
@@ -60,10 +61,14 @@ def raises(error: BaseException) -> Step:
     return step
 
 
-async def succeeds() -> None:
+def this_attempt() -> Attempt:
     attempt = current_attempt()
     assert attempt is not None
-    attempt.returned([])
+    return attempt
+
+
+async def succeeds() -> None:
+    this_attempt().returned([])
 
 
 async def hangs() -> None:
@@ -82,9 +87,7 @@ async def scores_badly() -> None:
 
 def rollout_fails(then: BaseException) -> Step:
     async def step() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
-        attempt.rollout_failed(ConnectionError("no replica"))
+        this_attempt().rollout_failed(ConnectionError("no replica"))
         raise then
 
     return step
@@ -94,8 +97,7 @@ def test_an_agent_loop_that_swallows_its_cancellation_is_left_behind_and_not_sto
     late: list[str] = []
 
     async def stubborn() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
+        attempt = this_attempt()
         try:
             await hangs()
         except asyncio.CancelledError:
@@ -199,8 +201,8 @@ async def test_attempts_of_concurrent_episodes_are_separate() -> None:
     def begin(name: str, failures: int) -> Callable[[int], Awaitable[None]]:
         async def play(number: int) -> None:
             await asyncio.sleep(1)
-            attempt = current_attempt()
-            assert attempt is not None and attempt.number == number
+            attempt = this_attempt()
+            assert attempt.number == number
             seen.append((name, number))
             if number <= failures:
                 raise ValueError(name)
@@ -230,8 +232,7 @@ def returns(*ends: str | None, stored: list[tuple[str, float]]) -> list[Step]:
 
     def step(end: str | None) -> Step:
         async def play() -> None:
-            attempt, response = current_attempt(), Response(end)
-            assert attempt is not None
+            attempt, response = this_attempt(), Response(end)
             attempt.returned([Response("cut_off"), response])
             assert response.extra_fields == {"kept": 1}
             stored.append((attempt.end, response.reward_score))
@@ -274,8 +275,7 @@ def test_an_environment_that_fails_before_anything_was_written_cannot_be_scored(
 
 def test_time_that_is_excused_does_not_count() -> None:
     async def waits() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
+        attempt = this_attempt()
         await asyncio.sleep(3)
         with attempt.excused():
             await asyncio.sleep(100)
@@ -291,8 +291,7 @@ def test_time_that_is_excused_does_not_count() -> None:
 @pytest.mark.parametrize("timeout_s", [None, 10])
 def test_an_attempt_tells_how_much_time_is_left(timeout_s: float | None) -> None:
     async def waits() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
+        attempt = this_attempt()
         left.append(attempt.seconds_left())
         await asyncio.sleep(3)
         with attempt.excused():
@@ -310,21 +309,18 @@ def test_failed_attempts_are_handed_over_with_their_output(monkeypatch: pytest.M
     monkeypatch.setattr(episode_attempts, "without_secrets", lambda text: text.replace("swordfish-7", "***"))
 
     async def hangs() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
+        attempt = this_attempt()
         attempt.log = OutputLog()
         attempt.log.write(f"attempt {attempt.number} swordfish-7\n".encode())
         await asyncio.sleep(100)
 
     async def silent() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
+        attempt = this_attempt()
         attempt.log = OutputLog()
         raise ValueError("a bug")
 
     async def fine() -> None:
-        attempt = current_attempt()
-        assert attempt is not None
+        attempt = this_attempt()
         attempt.log = OutputLog()
         attempt.log.write(b"not kept")
         attempt.returned([])

@@ -17,7 +17,13 @@ WORKERS = "recipe.async_pipeline.verl_bridge.workers"
 
 
 def engine_config(mode: str) -> Any:
-    return SimpleNamespace(router_replay=SimpleNamespace(mode=mode))
+    return SimpleNamespace(router_replay=SimpleNamespace(mode=mode), strategy="fsdp2")
+
+
+@pytest.fixture(autouse=True)
+def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -35,12 +41,23 @@ def test_engines_replay_if_their_config_says_so(replay: ModuleType) -> None:
 @pytest.mark.parametrize("mode", ["R2", "disabled"])
 def test_the_worker_asks_before_it_trains(load: Load, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load(f"{WORKERS}.training_worker")
-    worker = object.__new__(module.EngineWorker)
-    worker.engine_config, worker.engine = engine_config(mode), SimpleNamespace(module=[torch.nn.Linear(1, 1)])
+    engine = SimpleNamespace(
+        module=[torch.nn.Linear(1, 1)],
+        get_data_parallel_rank=lambda: 0,
+        is_mp_src_rank_with_outputs=lambda: True,
+    )
+    verls = load("verl.workers.engine_workers")
+    monkeypatch.setattr(verls, "initialize_global_process_group_ray", lambda **how: None)
+    monkeypatch.setattr(load("verl.workers.engine").EngineRegistry, "new", lambda **parts: engine)
+    parts = dict.fromkeys(("optimizer_config", "checkpoint_config", "profiler_config"))
+    model = type("Model", (dict,), {})()
+    worker = module.EngineWorker(
+        SimpleNamespace(model_type="m", model_config=model, engine_config=engine_config(mode), **parts)
+    )
     monkeypatch.setattr(module.TrainingWorker, "train_batch", lambda self, data: None)
 
-    def refuse(engine: Any, data: Any) -> None:
-        assert (engine, data) == (worker.engine, "batch")
+    def refuse(asked: Any, data: Any) -> None:
+        assert (asked, data) == (engine, "batch")
         raise RoutingError("no routes")
 
     monkeypatch.setattr(module, "require_routes", refuse)
@@ -52,15 +69,11 @@ def test_the_worker_asks_before_it_trains(load: Load, mode: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("replayed", [True, False])
-def test_a_pool_for_log_probs_records_what_the_update_replays(
-    load: Load, replayed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_for_log_probs_records_what_the_update_replays(load: Load, replayed: bool) -> None:
     from omegaconf import OmegaConf
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}.items():
-        monkeypatch.setenv(name, value)
     replay = {"router_replay": {"mode": "R2" if replayed else "disabled"}}
     config = OmegaConf.create({"actor": {"strategy": "megatron", "megatron": replay}, "ref": {}})
     worker = load(f"{WORKERS}.log_prob_worker").LogProbWorker(config, "ref")
