@@ -95,9 +95,8 @@ def test_panels_do_not_overlap_and_follow_the_variables(dashboard: dict[str, Any
 
 
 def test_names_are_made_as_the_bridge_makes_them() -> None:
-    source = (
-        PATH.parents[2] / "recipe" / "async_pipeline" / "verl_bridge" / "trainer" / "ray_metrics.py"
-    ).read_text(encoding="utf-8")
+    file = "recipe/async_pipeline/verl_bridge/trainer/reporting/ray_metrics.py"
+    source = (PATH.parents[2] / file).read_text(encoding="utf-8")
     assert '_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")' in source
     assert 'PREFIX = "async_pipeline/"' in source
     assert gauge("lag/mean") == "ray_async_pipeline_lag_mean"

@@ -41,8 +41,10 @@ AT_IMPORT = ("VERL_", "TORCH", "HF_", "TRANSFORMERS_", "VLLM_", "SGLANG_")
 OF_ONE_WORKER = "ASYNC_PIPELINE_EARLY_ENGINE"
 """See `cpu/prefork.py`: what this starts belongs to a worker, not to the fork server."""
 FORKED, REFUSED = b"1", b"0"
-ANSWER_S = 600.0
-"""Seconds for the imports."""
+ANSWER_S = 300.0
+"""Seconds for the imports; also what it costs if a worker dies before it has registered."""
+IDS_OF_A_WORKER = 1000
+"""More than the random ids of Ray that a worker draws while others start."""
 
 
 def main(arguments: Sequence[str]) -> Sequence[str] | None:
@@ -150,6 +152,10 @@ def _serve(listener: socket.socket, before: Mapping[str, str]) -> Sequence[str]:
             size = int.from_bytes(head, "big")
             arguments, environment, folder = json.loads(connection.recv(size, socket.MSG_WAITALL))
             forks = not _differ(before, environment, AT_START + AT_IMPORT)
+            if ray := sys.modules.get("ray"):
+                # Forks continue one sequence. Two that put an object with the same id at once abort.
+                for _ in range(IDS_OF_A_WORKER):
+                    ray.ObjectRef.from_random()
             if forks and not os.fork():
                 break
             connection.sendall(FORKED if forks else REFUSED)
