@@ -5,6 +5,9 @@ Importing it imports neither. In the process of a rollout server, it starts to l
 background, which takes seconds; see `cpu/prefork.py`.
 """
 
-from .cpu import prefork
+import os
 
-prefork.begin()
+if "ASYNC_PIPELINE_EARLY_ENGINE" in os.environ:
+    from .cpu import prefork
+
+    prefork.begin()
