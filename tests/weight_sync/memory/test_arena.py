@@ -184,12 +184,13 @@ def test_one_reader_follows_all_versions(writer: ArenaWriter) -> None:
 
 
 def test_a_version_may_need_more_than_the_one_before(writer: ArenaWriter) -> None:
+    before = set(mapped_after_deletion())  # by other tests, until they are collected
     reader = ArenaReader()
     sizes = [10, 20, 2 * BUCKET, 3 * BUCKET, 5, 9 * BUCKET]
     for version, size in enumerate(sizes):
         wanted = {"a": torch.arange(size), "b": torch.ones(version + 1)}
         assert_same(received(gathered(writer, version, wanted.items()), reader=reader), wanted)
-    assert mapped_after_deletion() == [], "replaced segments are let go"
+    assert set(mapped_after_deletion()) <= before, "replaced segments are let go"
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 8])
