@@ -4,7 +4,7 @@
 A plugin of pytest. `--nightly-part` runs a part of about a tenth of the tier, or the tests that the command
 line names, and updates the table `nightly.tsv`, which is committed; no other run writes it. The digest of a
 test's file shows whether the test has run as it is. A merge may keep two rows for a test, of which the newer
-one counts; `python -m tests.nightly` removes the other, and the rows of tests that are gone.
+one counts; `python -m tests.nightly` removes the other, and the rows of functions that are gone.
 """
 
 from __future__ import annotations
@@ -90,15 +90,22 @@ def part_of(groups: Sequence[Sequence[str]], table: Table, files: Mapping[str, s
     return part
 
 
-def updated(table: Table, runs: Table, tier: Sequence[str] | None) -> dict[str, Run]:
-    """Return the table after a session. `tier`: all nightly tests, if the session has collected them."""
+def updated(table: Table, runs: Table, collected: Sequence[str], places: Sequence[str]) -> dict[str, Run]:
+    """Return the table after a session. `collected`: all nightly tests in `places`."""
     merged = dict(table)
     for test, run in runs.items():
         before = table.get(test)
         if before is not None and (before.outcome, before.file) == (run.outcome, run.file):
             run = run._replace(seconds=min(before.seconds, run.seconds))
         merged[test] = run
-    return merged if tier is None else {test: merged[test] for test in tier if test in merged}
+    tests = {*collected}
+    return {test: run for test, run in merged.items() if test in tests or not _within(test, places)}
+
+
+def _within(test: str, places: Sequence[str]) -> bool:
+    return any(
+        test == place or test.startswith(tuple(place + end for end in ("/", "::", "["))) for place in places
+    )
 
 
 def group_of(item: pytest.Item) -> tuple[str, str]:
@@ -144,7 +151,8 @@ class _Session:
 
     def __init__(self, config: pytest.Config) -> None:
         self._root, self._path = config.rootpath, config.rootpath / TABLE
-        self._tier: list[str] | None = None
+        self._collected: list[str] = []
+        self._places: list[str] = []
         self._files: dict[str, str] = {}
         self._at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
         self._noted: set[str] = set()
@@ -156,12 +164,17 @@ class _Session:
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         files = {item.nodeid.partition("::")[0] for item in nightly}
         self._files = {file: digest(self._root / file) for file in files}
-        part = {item.nodeid for item in nightly}
-        if config.args_source is not pytest.Config.ArgsSource.ARGS and not config.getoption("keyword"):
+        self._collected = [item.nodeid for item in nightly]
+        part = {*self._collected}
+        if config.getoption("keyword"):
+            pass
+        elif config.args_source is pytest.Config.ArgsSource.ARGS:
+            self._places = [arg.rstrip("/") for arg in config.args]
+        else:
+            self._places = [TABLE.parent.name]
             groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
             for item in nightly:
                 groups[group_of(item)].append(item.nodeid)
-            self._tier = [item.nodeid for item in nightly]
             part = {*part_of([*groups.values()], read_table(self._path), self._files)}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in part])
         items[:] = [item for item in items if item.nodeid in part]
@@ -184,7 +197,7 @@ class _Session:
             for test, outcome in self._outcomes.items()
             if outcome != "failed"
         }
-        table = updated(read_table(self._path), runs, self._tier)
+        table = updated(read_table(self._path), runs, self._collected, self._places)
         write_table(table, self._path)
         terminalreporter.section("nightly tier")
         for line in lines_of(table, self._outcomes):

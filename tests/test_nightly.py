@@ -49,7 +49,7 @@ def test_as_many_sessions_as_parts_run_every_test_if_each_commits_the_table(tier
     table, run = tier, set[str]()
     for number in range(PARTS):
         part = part_alone(tier, table)
-        table = updated(table, {t: tier[t]._replace(at=landed(number)) for t in part}, [*tier])
+        table = updated(table, {t: tier[t]._replace(at=landed(number)) for t in part}, [*tier], [])
         run.update(part)
     assert run == tier.keys()
 
@@ -79,7 +79,7 @@ def test_a_changed_file_is_first_until_each_of_its_tests_has_run() -> None:
     for number, expected in enumerate(("a.py::x", "a.py::y", "b.py::early"), start=10):
         part = part_alone(table, table, "a.py")
         assert part == [expected]
-        table = updated(table, {expected: Run(100, landed(number), "passed", "another")}, None)
+        table = updated(table, {expected: Run(100, landed(number), "passed", "another")}, [], [])
 
 
 def test_tests_that_share_a_fixture_stay_together() -> None:
@@ -95,17 +95,21 @@ def test_of_two_rows_of_a_test_the_newer_one_counts(tmp_path: Path) -> None:
 
 
 def test_a_failed_test_keeps_its_place_and_a_renamed_one_loses_its_row() -> None:
-    table = {name: Run(10, landed(1), "passed") for name in ("failed", "old name", "passed")}
-    after = updated(table, {"passed": Run(9, landed(2), "passed")}, ["failed", "new name", "passed"])
-    assert after == {"failed": table["failed"], "passed": Run(9, landed(2), "passed")}
+    names = ("a.py::failed", "a.py::old_name", "a.py::passed[1]", "a.py::passed[old]", "b.py::other")
+    table = {name: Run(10, landed(1), "passed") for name in names}
+    now = {"a.py::passed[1]": Run(9, landed(2), "passed")}
+    gone_if = {"a.py": {"a.py::old_name", "a.py::passed[old]"}, "a.py::passed": {"a.py::passed[old]"}}
+    for place, gone in {**gone_if, "a.py::passed[1]": set[str]()}.items():
+        after = updated(table, now, ["a.py::failed", "a.py::new_name", "a.py::passed[1]"], [place])
+        assert after == {name: run for name, run in {**table, **now}.items() if name not in gone}
 
 
 def test_seconds_are_the_fewest_of_all_passes_once_one_was_measured() -> None:
     table = {"a": Run(10, "", "estimated")}
     for seconds, kept in ((30, 30), (20, 20), (50, 20)):
-        table = updated(table, {"a": Run(seconds, landed(seconds % 24), "passed")}, None)
+        table = updated(table, {"a": Run(seconds, landed(seconds % 24), "passed")}, [], [])
         assert table["a"] == Run(kept, landed(seconds % 24), "passed")
-    table = updated(table, {"a": Run(40, landed(1), "passed", "another")}, None)
+    table = updated(table, {"a": Run(40, landed(1), "passed", "another")}, [], [])
     assert table["a"].seconds == 40, "of the file as it is"
 
 
