@@ -17,10 +17,13 @@ COUNTING: tuple[CountingDialect, ...] = (AnthropicMessages(), OpenAIResponses())
 
 
 def parameter_table() -> str:
-    """Return what each API does with its parameters, as a table of Markdown."""
+    """Return what all APIs, and then each one, do with their parameters, as a table of Markdown."""
     head = ["endpoint", "honoured", "refused with some values", "refused", "counted", "nothing to do"]
+    sets = {f"`{one.path}`": [set(getattr(one.parameters, group)) for group in GROUPS] for one in DIALECTS}
+    shared = [set.intersection(*groups) for groups in zip(*sets.values(), strict=True)]
+
     rows = [head, ["---"] * len(head)]
-    for one in DIALECTS:
-        groups = [sorted(getattr(one.parameters, group)) for group in GROUPS]
-        rows.append([f"`{one.path}`", *(", ".join(f"`{name}`" for name in group) for group in groups)])
+    for path, groups in {"all": shared, **sets}.items():
+        own = groups if path == "all" else [a - b for a, b in zip(groups, shared, strict=True)]
+        rows.append([path, *(", ".join(f"`{name}`" for name in sorted(names)) for names in own)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
