@@ -206,15 +206,16 @@ class Run:
     def end(self) -> None:
         """End all processes of all lanes, after the stacks of their tests, and say which tests these were."""
         running = [lane for lane in self._lanes.values() if not lane.over.is_set()]
+        places = [lane.place for lane in running]
         for lane in running:
             lane.give_up()
         for lane in running:
             lane.over.wait(DRAIN_S)
         end_all([found.pid for found in processes_with(MARK, self._mark)])
         end_all(descendants(os.getpid()))
-        for lane in running:
+        for lane, place in zip(running, places, strict=True):
             lane.over.wait(DRAIN_S)
-            self.say(f"{lane.name} was in {lane.place}")
+            self.say(f"{lane.name} was in {place}")
 
     def close(self) -> None:
         """End what the lanes have left behind, and say so; remove their folders."""

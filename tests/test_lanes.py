@@ -155,7 +155,10 @@ def test_an_end_names_the_test_that_hangs_with_its_stack_and_leaves_nothing(
     start: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "test_it.py").write_text(HANGS)
-    process = start("{'unit': [pytest_stage('unit')], 'other': [Stage('sleep', ('sleep', '1000'))]}")
+    after = "Stage('never', ('true',))"
+    process = start(
+        f"{{'unit': [pytest_stage('unit'), {after}], 'other': [Stage('sleep', ('sleep', '1000'))]}}"
+    )
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any(line.endswith("test_it.py::test_hangs\n") for line in lines)
