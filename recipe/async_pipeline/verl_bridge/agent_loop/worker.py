@@ -95,7 +95,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._episodes = Episodes(rules, agentic.episode_timeout_s, agentic.failure_reward)
         replaced.apply("tools", timeout_s=agentic.tool_timeout_s)
         self._redundancy = agentic.redundancy
-        self._scores = Scores(knobs.reward.failure, float(knobs.reward.default))
+        self._scores = Scores(knobs.reward.failure, knobs.reward.default)
         # Read for each response, for which a config is too slow.
         self._scores_at_once = knobs.reward.while_generating
         self._saves = self.config.trainer.save_freq > 0
@@ -310,12 +310,12 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """
         if not self._scores_at_once and not current_episode().validates:
             return
-        why = ""
+        failed = None
         try:
             await self._request_score(outputs, kwargs)
         except RayTaskError as error:
-            why = self._scores.failed(error)
-        self._scores.settle(outputs[-1], why)
+            failed = self._scores.failed(error)
+        self._scores.settle(outputs[-1], failed)
 
     async def _request_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         """Do what verl's `_compute_score` does, without its tensors."""

@@ -17,9 +17,10 @@ from transfer_queue import KVBatchMeta
 
 from ....config.knobs.schema import AsyncPipelineConfig
 from ....core.events import SLOWEST_TURNS
-from ....core.groups.bad_data import BadData, GroupVerdict, score_of
+from ....core.groups.bad_data import BadData, GroupVerdict
 from ....core.groups.items import Admission, Group, Prompt, PromptBatch, StepBatch, Trajectory
 from ....core.groups.recall import Recall
+from ....core.groups.scores import Score, unscored
 from ....core.lag.token_ages import masked
 from ....core.waits.deadline import within
 from ....errors import RolloutError
@@ -28,7 +29,6 @@ from ...agent_loop.answers import Details
 from ...agent_loop.manager import PushAgentLoopManager
 from ...agent_loop.tokens.version_spans import cost_columns
 from ...reward.batch_scoring import score_batch
-from ...reward.manager import UNSCORED
 from ..calls import BlockingCalls
 from ..reporting.sample_metrics import SampleMeters
 from .prompt_source import PromptSource
@@ -167,14 +167,13 @@ class Generation:
         return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics, timing_s=timing)
 
     async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
-        def score() -> list[Mapping[str, Any]]:
+        def score() -> list[float]:
             return score_batch(self._reward_workers(), own_copy(meta), self._knobs)
 
-        scored = await self._calls(score)
-        rewards = iter(scored)
+        rewards = iter(await self._calls(score))
 
         def with_rewards(group: Group) -> Group:
-            found = (replace(t, reward=float(next(rewards)["reward_score"])) for t in group.trajectories)
+            found = (replace(t, reward=next(rewards)) for t in group.trajectories)
             return replace(group, trajectories=tuple(found))
 
         return tuple(with_rewards(group) for group in groups)
@@ -188,10 +187,11 @@ class Generation:
         metric, info = self._filter_metric, details.reward_info
         if metric is None:
             return None
-        value = trajectory.reward if metric == "reward" or info.get(UNSCORED) else info.get(metric)
-        number = score_of(value)
+        value = trajectory.reward if metric == "reward" or unscored(info) else info.get(metric)
+        number = Score.of(value).value
         if number is None:
-            known = ", ".join(["reward", *(name for name, one in info.items() if score_of(one) is not None)])
+            numbers = (name for name, one in info.items() if Score.of(one).value is not None)
+            known = ", ".join(["reward", *numbers])
             raise RolloutError(
                 "algorithm.filter_groups.metric must name a finite number that the reward function returns, "
                 f"got {metric!r}, which is {'missing' if value is None else repr(value)[:80]}; choose one of "
