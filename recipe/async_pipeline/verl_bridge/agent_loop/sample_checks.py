@@ -14,6 +14,7 @@ from ...core.groups.scores import Score, ScoreRule, unscored
 from ...errors import BadDataError
 from ...redaction import without_secrets
 from ..calls.ray_calls import cause_of
+from .answers import reward_info_of
 from .episodes.episode import current_episode, episode_with
 from .tokens.version_spans import ResponseTurn, writer_of
 
@@ -88,12 +89,11 @@ def flaws_together(
     for the responses without flaw.
     """
     sessions = {int(fields["session_id"]) for fields in sound} | {i for i, found in enumerate(flaws) if found}
-    infos = [(fields.get("extra_fields") or {}).get("reward_extra_info") or {} for fields in sound]
     return [flaw for found in flaws for flaw in found] + flaws_of_group(
         expected=expected,
         present=len(sessions),
         unmasked=[int(fields["response_mask"].sum()) for fields in sound],
-        unscored=[why for info in infos if (why := unscored(info))],
+        unscored=[why for fields in sound if (why := unscored(reward_info_of(fields)))],
     )
 
 

@@ -33,10 +33,8 @@ from .answers import (
     Answered,
     GroupInProgress,
     ResponseSample,
-    counted,
-    details_of,
     divided,
-    slowest_turns,
+    finished_group,
     trajectory_of,
 )
 from .episodes import environment_loop
@@ -219,13 +217,13 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         if group.is_given_up:
-            group.answered.set_result(Answered([], [], []))
+            group.answered.set_result(None)
             return
         group.task = asyncio.current_task()
         try:
             group.answered.set_result(await self._answer(group, prompt, sampling_params, trajectory, trace))
         except asyncio.CancelledError:
-            group.answered.set_result(Answered([], [], []))
+            group.answered.set_result(None)
         except Exception as error:  # noqa: BLE001 - handed to the caller as it is
             group.answered.set_exception(error)
         finally:
@@ -275,13 +273,13 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         if self._checks.usable(found):
             group.is_stored = True
             await self._store_group(samples)
-        details = [details_of(one) for one in samples]
-        trajectories = [one.trajectory for one in samples]
-        counts = counted(samples, (one.replayed for one in transcripts if one is not None))
-        took_ms = [took for one in samples for took in one.took_ms]
-        failed = [attempt for one in episodes for attempt in one.failed]
-        return Answered(
-            trajectories, details, found, redundant, slowest_turns(samples), counts, took_ms, failed
+        return finished_group(
+            prompt,
+            samples,
+            found,
+            redundant=redundant,
+            failed=[attempt for one in episodes for attempt in one.failed],
+            replayed=(one.replayed for one in transcripts if one is not None),
         )
 
     async def _settled(
