@@ -14,6 +14,8 @@ from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.errors import RolloutError
 from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, finished_group, trajectory_of
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import Attempt, EpisodeLimits
+from recipe.async_pipeline.verl_bridge.agent_loop.episodes.redundancy import Begun
+from recipe.async_pipeline.verl_bridge.agent_loop.tokens.partial_rollouts import Transcript
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import TURNS
 
 TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
@@ -66,7 +68,11 @@ def test_a_group_has_its_trajectories_by_key_and_the_sums_over_its_episodes() ->
         sample("a_2_0", cost_s=3.0, counts={"retokenized": 0}),
     ]
     prompt = {"uid": "a", "global_steps": 7}
-    group, facts = finished_group(prompt, samples, [], redundant=[], failed=[], replayed=[0, 2, 1])
+    episodes = [Begun(Transcript()), Begun(Transcript()), Begun()]
+    for episode, replayed in zip(episodes, (2, 1), strict=False):
+        assert episode.transcript is not None
+        episode.transcript.replayed = replayed
+    group, facts = finished_group(prompt, samples, [], [], episodes)
     assert (group.uid, group.step, group.redundant) == ("a", 7, 0)
     assert [one.key for one in group.trajectories] == ["a_0_0", "a_1_0", "a_2_0"]
     assert group.counts == {"left_behind": 1, "retokenized": 0, "replayed_requests": 3}
@@ -79,8 +85,6 @@ def test_a_group_has_its_trajectories_by_key_and_the_sums_over_its_episodes() ->
 def test_a_group_of_single_turns_has_no_turns_and_no_replays() -> None:
     samples = [sample("a_0_0", cost_s=1.0), sample("a_1_0", cost_s=1.0)]
     samples[1].fields["image"] = 1
-    group, facts = finished_group(
-        {"uid": "a", "global_steps": 7}, samples, [], redundant=[], failed=[], replayed=[]
-    )
+    group, facts = finished_group({"uid": "a", "global_steps": 7}, samples, [], [], [Begun(), Begun()])
     assert group.counts == {} and "slowest_turns" not in facts.costs
     assert group.payload == [["extra_fields"], ["extra_fields", "image"]], "columns that differ are all named"

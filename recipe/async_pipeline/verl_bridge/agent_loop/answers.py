@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from ...errors import RolloutError
 from ...observe.run_directory.agent_output import FailedAttempt
 from .episodes.episode import Attempt
 from .episodes.redundancy import Begun, Redundant
-from .tokens.partial_rollouts import NotedResponse, RecordedRequest, Transcript, WrittenSoFar
+from .tokens.partial_rollouts import NotedResponse, RecordedRequest, Transcript
 from .tokens.version_spans import TURNS, cost_columns
 
 
@@ -79,8 +79,8 @@ class GroupInProgress:
     before: Sequence[Sequence[RecordedRequest]] = ()
     """What an earlier process generated for it, response by response."""
     finished: list[ResponseSample] = field(default_factory=list)
-    transcripts: list[Transcript] = field(default_factory=list)
-    """One for each response; empty in runs that neither make checkpoints nor resume from one."""
+    episodes: list[Begun] = field(default_factory=list)
+    """With a transcript each, except in runs that neither make checkpoints nor resume from one."""
     task: asyncio.Task[Any] | None = None
     """Generates the responses; None before it begins, and after its end."""
     is_given_up: bool = False
@@ -88,7 +88,11 @@ class GroupInProgress:
     is_stored: bool = False
     """It is on its way into the sample store, and no longer given up."""
 
-    def noted(self, found: Mapping[str, WrittenSoFar]) -> list[NotedResponse]:
+    @property
+    def transcripts(self) -> list[Transcript]:
+        return [one.transcript for one in self.episodes if one.transcript is not None]
+
+    def noted(self, found: Mapping[str, RecordedRequest]) -> list[NotedResponse]:
         """Note its requests as they are now; see `Transcript.noted`."""
         return [one.noted(found) for one in self.transcripts or map(Transcript, self.before)]
 
@@ -141,17 +145,15 @@ def finished_group(
     prompt: Mapping[str, Any],
     samples: Sequence[ResponseSample],
     flaws: Sequence[Flaw],
-    *,
     redundant: Sequence[Redundant],
-    failed: Sequence[FailedAttempt],
-    replayed: Iterable[int],
+    episodes: Sequence[Begun],
 ) -> tuple[Group, GroupFacts]:
-    """Return the group of a prompt. `replayed`: requests of each response, see `Transcript`."""
+    """Return the group of a prompt. `episodes`: all that were begun."""
     ordered = sorted(samples, key=lambda one: one.trajectory.key)
     columns = [sorted(one.fields) for one in ordered]
     alike = all(one == columns[0] for one in columns)
     counts = counted_together(one.counts for one in samples)
-    if again := sum(replayed):
+    if again := sum(one.transcript.replayed for one in episodes if one.transcript is not None):
         counts["replayed_requests"] = again
     costs = cost_columns([one.cost for one in samples])
     turns = [one.times for one in samples if one.times]
@@ -167,6 +169,7 @@ def finished_group(
         payload=columns[:1] if alike else columns,
     )
     infos = [reward_info_of(one.fields) for one in ordered]
+    failed = [attempt for one in episodes for attempt in one.failed]
     return group, GroupFacts(flaws, costs, infos, redundant, failed)
 
 
