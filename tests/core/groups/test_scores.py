@@ -33,7 +33,7 @@ from recipe.async_pipeline.errors import RewardError
 )
 def test_a_score_may_be_a_number_of_any_library(value: Any) -> None:
     score = Score.of(value)
-    assert score == (1.0, "") and type(score.value) is float
+    assert (score.value, score.why) == (1.0, "") and type(score.value) is float
 
 
 @pytest.mark.parametrize(
