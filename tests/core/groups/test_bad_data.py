@@ -7,8 +7,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -30,8 +28,6 @@ from recipe.async_pipeline.core.groups.bad_data import (
     flaws_of,
     flaws_of_group,
     is_finite,
-    not_a_score,
-    score_of,
 )
 from recipe.async_pipeline.core.groups.items import Group, Prompt
 from recipe.async_pipeline.core.waits.clock import run_virtual
@@ -100,42 +96,6 @@ def test_finite(value: Any) -> None:
 @pytest.mark.parametrize("value", [None, "1", b"1", float("nan"), float("inf"), [1], {}, object(), 10**400])
 def test_not_finite(value: Any) -> None:
     assert not is_finite(value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        1,
-        True,
-        1.0,
-        Decimal(1),
-        Fraction(1),
-        np.float16(1),
-        np.float32(1),
-        np.longdouble(1),
-        np.int8(1),
-        np.bool_(True),
-        np.array(1),
-        np.array([1.0]),
-    ],
-)
-def test_a_score_may_be_a_number_of_any_library(value: Any) -> None:
-    score = score_of(value)
-    assert score == 1.0 and type(score) is float
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, "1", b"1", float("nan"), Decimal("inf"), Decimal("sNaN"), 1e39, -1e39, 10**400, 1j]
-    + [np.complex64(1), np.array([1, 2]), np.array("1"), np.float64("nan"), [1], {}, object()],
-)
-def test_a_score_that_float32_cannot_hold_is_none(value: Any) -> None:
-    assert score_of(value) is None
-    assert not_a_score(value).startswith("invalid: the score must be a finite number, got ")
-
-
-def test_a_number_that_only_float64_holds_is_named_as_such() -> None:
-    assert not_a_score(1e39).endswith("got 1e+39, which is beyond float32")
 
 
 # What becomes of it.

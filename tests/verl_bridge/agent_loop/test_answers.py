@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,8 +12,10 @@ from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.groups.items import Trajectory
 from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.errors import RolloutError
-from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, counted, trajectory_of
+from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, finished_group, trajectory_of
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import Attempt, EpisodeLimits
+from recipe.async_pipeline.verl_bridge.agent_loop.episodes.redundancy import Begun
+from recipe.async_pipeline.verl_bridge.agent_loop.tokens.partial_rollouts import Transcript
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import TURNS
 
 TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
@@ -50,11 +54,37 @@ def test_a_response_of_an_unknown_version_is_refused(missing: str) -> None:
         trajectory_of("a_0_0", {}, {**TAG, missing: None}, ATTEMPT)
 
 
-def test_the_counts_of_a_group_are_the_sum_over_its_episodes() -> None:
-    one = trajectory_of("a_0_0", {}, TAG, ATTEMPT)
-    group = [
-        ResponseSample(one, {}, "train", {}, (), counts)
-        for counts in ({}, {"left_behind": 1}, {"retokenized": 0})
+def sample(key: str, *, cost_s: float, **more: Any) -> ResponseSample:
+    fields = {"extra_fields": {"reward_extra_info": {"acc": cost_s}}}
+    return ResponseSample(
+        trajectory_of(key, fields, TAG, ATTEMPT), fields, "train", {"score_s": cost_s}, **more
+    )
+
+
+def test_a_group_has_its_trajectories_by_key_and_the_sums_over_its_episodes() -> None:
+    samples = [
+        sample("a_1_0", cost_s=1.0, times=[[0.0, 9.0]], took_ms=[1.5]),
+        sample("a_0_0", cost_s=2.0, times=[[0.0, 1.0], [9.0, 1.0]], counts={"left_behind": 1}, took_ms=[2.5]),
+        sample("a_2_0", cost_s=3.0, counts={"retokenized": 0}),
     ]
-    assert counted(group, []) == {"left_behind": 1, "retokenized": 0}
-    assert counted(group[:1], [0, 2, 1]) == {"replayed_requests": 3}
+    prompt = {"uid": "a", "global_steps": 7}
+    episodes = [Begun(Transcript()), Begun(Transcript()), Begun()]
+    for episode, replayed in zip(episodes, (2, 1), strict=False):
+        assert episode.transcript is not None
+        episode.transcript.replayed = replayed
+    group, facts = finished_group(prompt, samples, [], [], episodes)
+    assert (group.uid, group.step, group.redundant) == ("a", 7, 0)
+    assert [one.key for one in group.trajectories] == ["a_0_0", "a_1_0", "a_2_0"]
+    assert group.counts == {"left_behind": 1, "retokenized": 0, "replayed_requests": 3}
+    assert (group.took_ms, group.payload) == ((1.5, 2.5), [["extra_fields"]])
+    assert [info["acc"] for info in facts.reward_infos] == [2.0, 1.0, 3.0], "in the order of the trajectories"
+    assert facts.costs["score_s"] == [1.0, 2.0, 3.0], "in the order in which they finished"
+    assert facts.costs["slowest_turns"] == [[0.0, 1.0], [9.0, 1.0]]
+
+
+def test_a_group_of_single_turns_has_no_turns_and_no_replays() -> None:
+    samples = [sample("a_0_0", cost_s=1.0), sample("a_1_0", cost_s=1.0)]
+    samples[1].fields["image"] = 1
+    group, facts = finished_group({"uid": "a", "global_steps": 7}, samples, [], [], [Begun(), Begun()])
+    assert group.counts == {} and "slowest_turns" not in facts.costs
+    assert group.payload == [["extra_fields"], ["extra_fields", "image"]], "columns that differ are all named"

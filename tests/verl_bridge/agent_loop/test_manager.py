@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from recipe.async_pipeline.core.groups.items import Group
 from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.errors import RolloutError
 from tests import HANG_S
@@ -62,8 +63,8 @@ def manager_of(module: ModuleType, *workers: Any) -> Any:
         return module.PushAgentLoopManager.create(None)
 
 
-def answered(module: ModuleType, *trajectories: str) -> Any:
-    return module.Answered(list(trajectories), [None] * len(trajectories), [])
+def answered(*trajectories: Any) -> Any:
+    return (Group(uid="a", step=1, trajectories=trajectories), "facts") if trajectories else None
 
 
 async def until_begun() -> None:
@@ -73,8 +74,8 @@ async def until_begun() -> None:
 
 async def test_a_group_that_is_finished_is_returned(module: ModuleType) -> None:
     worker = Worker(lambda answer: None)
-    worker.answer.set_result(answered(module, "t"))
-    assert await manager_of(module, worker).run_group(PROMPT, Recall(), 3) == answered(module, "t")
+    worker.answer.set_result(answered("t"))
+    assert await manager_of(module, worker).run_group(PROMPT, Recall(), 3) == answered("t")
     assert (worker.given_up, worker.admitted) == ([], [3])
 
 
@@ -88,7 +89,7 @@ async def test_an_error_of_the_rollout_is_passed_on(module: ModuleType) -> None:
 @pytest.mark.parametrize("stored", [False, True])
 async def test_a_recalled_group_is_given_up_once(module: ModuleType, stored: bool) -> None:
     """What is in the sample store by then is returned, so that it can be cleared."""
-    left = answered(module, "t") if stored else answered(module)
+    left = answered("t") if stored else answered()
 
     worker, recall = Worker(lambda answer: answer.set_result(left)), Recall()
     group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
@@ -141,12 +142,12 @@ async def test_a_group_is_repeated_if_its_connection_is_lost(module: ModuleType)
             self.calls.append(call)
             if len(self.calls) == 1:
                 raise module.ConnectionLost
-            return answered(module, "t")
+            return answered("t")
 
     caller = Caller()
     with mock.patch.object(module, "DirectCaller", lambda worker: caller):
         manager = manager_of(module, Worker(lambda answer: None))
-    assert await manager.run_group(PROMPT, Recall(), 3) == answered(module, "t")
+    assert await manager.run_group(PROMPT, Recall(), 3) == answered("t")
     assert caller.calls == [("run_group", PROMPT, 3)] * 2
 
 
@@ -227,7 +228,7 @@ async def test_a_prompt_goes_to_the_worker_that_has_a_part_of_it(module: ModuleT
             self._worker = worker
 
         async def call(self, *_: Any) -> Any:
-            return answered(module, f"worker {self._worker.number}")
+            return answered(f"worker {self._worker.number}")
 
     with mock.patch.object(module, "DirectCaller", Caller):
         manager = manager_of(module, *map(worker, range(3)))
@@ -235,5 +236,4 @@ async def test_a_prompt_goes_to_the_worker_that_has_a_part_of_it(module: ModuleT
         assert manager.resume(Path("/c"), ["s0", "s1", "s2", "s3"], 1.0) == {"0": 7, "1": 7, "2": 7}
     assert read == [("/c", ["s0", "s3"]), ("/c", ["s1"]), ("/c", ["s2"])]
     for uid, expected in (("1", 1), ("1", 0), ("another", 1), ("0", 0)):
-        done = await manager.run_group({"uid": uid}, Recall(), 3)
-        assert done.trajectories == [f"worker {expected}"], uid
+        assert await manager.run_group({"uid": uid}, Recall(), 3) == answered(f"worker {expected}"), uid

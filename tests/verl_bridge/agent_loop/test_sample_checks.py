@@ -15,6 +15,7 @@ import torch
 from ray.exceptions import RayTaskError
 
 from recipe.async_pipeline.core.groups.bad_data import Flaw, Policies
+from recipe.async_pipeline.core.groups.scores import Score
 from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.errors import RewardError
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import ResponseTurn
@@ -161,7 +162,7 @@ def scored(score: Any, info: dict[str, Any] | None = None) -> Any:
 @pytest.mark.parametrize("score", [None, float("nan"), float("-inf"), "1", 1e39, np.complex64(1)])
 def test_a_score_that_is_none_ends_the_run(checks_module: ModuleType, score: Any) -> None:
     with pytest.raises(RewardError, match="the score must be a finite number, got"):
-        checks_module.Scores("fail", 0.0).settle(scored(score), "")
+        checks_module.Scores("fail", 0.0).settle(scored(score))
 
 
 @pytest.mark.parametrize(
@@ -169,13 +170,13 @@ def test_a_score_that_is_none_ends_the_run(checks_module: ModuleType, score: Any
 )
 def test_a_score_of_another_library_becomes_a_float(checks_module: ModuleType, score: Any) -> None:
     one = scored(score)
-    checks_module.Scores("fail", 0.0).settle(one, "")
+    checks_module.Scores("fail", 0.0).settle(one)
     assert one.reward_score == 0.5 and type(one.reward_score) is float
 
 
 def test_a_score_that_is_one_is_left_alone(checks_module: ModuleType) -> None:
     one = scored(1.0)
-    checks_module.Scores("fail", 0.0).settle(one, "")
+    checks_module.Scores("fail", 0.0).settle(one)
     assert one.extra_fields == {}
 
 
@@ -185,9 +186,9 @@ def test_an_answer_without_a_score_gets_the_default_and_looks_like_the_others(
 ) -> None:
     scores = checks_module.Scores(on_failure, -1.0)
     good, bad, died = scored(1.0, {"acc": 1.0}), scored(float("nan"), {}), scored(None)
-    scores.settle(good, "")
-    scores.settle(bad, "")
-    scores.settle(died, "raised: ValueError: x")
+    scores.settle(good)
+    scores.settle(bad)
+    scores.settle(died, Score(None, "raised: ValueError: x"))
     assert good.extra_fields == {"reward_extra_info": {"acc": 1.0, "unscored": ""}}
     assert (bad.reward_score, died.reward_score) == (-1.0, -1.0)
     assert died.extra_fields["reward_extra_info"] == {"acc": -1.0, "unscored": "raised: ValueError: x"}
@@ -199,7 +200,7 @@ def test_an_answer_without_a_score_gets_the_default_and_looks_like_the_others(
 
 def test_the_reason_of_a_guard_stays(checks_module: ModuleType) -> None:
     one = scored(-1.0, {"acc": -1.0, "unscored": "timeout: x"})
-    checks_module.Scores("drop", -1.0).settle(one, "")
+    checks_module.Scores("drop", -1.0).settle(one)
     assert one.extra_fields["reward_extra_info"]["unscored"] == "timeout: x"
 
 
@@ -207,4 +208,4 @@ def test_a_call_that_failed_ends_the_run_or_is_put_in_words(checks_module: Modul
     error = RayTaskError("compute_score", "traceback", ValueError("no such rule\nand more"))
     with pytest.raises(RayTaskError):
         checks_module.Scores("fail", 0.0).failed(error)
-    assert checks_module.Scores("drop", 0.0).failed(error) == "raised: ValueError: no such rule"
+    assert checks_module.Scores("drop", 0.0).failed(error) == (None, "raised: ValueError: no such rule")

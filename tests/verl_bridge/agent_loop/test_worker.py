@@ -171,7 +171,7 @@ async def test_a_group_that_is_given_up_ends_with_nothing(
     # Its own task begins one step after it.
     await (asyncio.wait_for(all_play.wait(), HANG_S) if begun else asyncio.sleep(0))
     await worker.give_up("a")
-    assert await asyncio.wait_for(group, HANG_S) == module.Answered([], [], [])
+    assert await asyncio.wait_for(group, HANG_S) is None
     assert (playing, store.begun) == ([0, 1] if begun else [], 0)
     await worker.give_up("a")  # It is over, and is left alone.
 
@@ -200,7 +200,8 @@ async def test_a_group_that_is_given_up_tells_whether_it_was_stored(
     store.may_put.set()
     answered = await asyncio.wait_for(group, HANG_S)
     await asyncio.wait_for(giving_up, HANG_S)
-    assert [one.key for one in answered.trajectories] == store.keys == (["a_0_0"] if stored else [])
+    keys = [one.key for one in answered[0].trajectories] if answered else []
+    assert keys == store.keys == (["a_0_0"] if stored else [])
 
 
 async def test_without_checkpoints_there_are_no_transcripts(
@@ -253,17 +254,17 @@ async def test_a_group_is_answered_from_a_checkpoint(
     again = module.partial_rollouts.from_plain(tensor_tree.read(tmp_path / "after/x"))
     assert [[[*one.token_ids] for one in each] for each in again.pop("a")] == [[[5]], [[6]]]
     assert again == {}, "a prompt that is settled is forgotten"
-    answered = await worker.run_group(PROMPT)
-    assert [one.key for one in answered.trajectories] == store.keys == ["a_0_0", "a_1_0"]
+    group, facts = await worker.run_group(PROMPT)
+    assert [one.key for one in group.trajectories] == store.keys == ["a_0_0", "a_1_0"]
     (put,) = store.puts
     rows = put["fields"]
-    assert [one.columns for one in answered.details] == [sorted(rows.keys())] * 2
-    assert [one.reward_info["acc"] for one in answered.details] == [1, 1]
+    assert group.payload == [sorted(rows.keys())]
+    assert [info["acc"] for info in facts.reward_infos] == [1, 1]
     assert [rows["extra_fields"][i]["resumed"] for i in range(2)] == [[5], [6]]
     assert put["partition_id"] == "train"
-    assert put["tags"] == [one.payload for one in answered.trajectories]
+    assert put["tags"] == [one.payload for one in group.trajectories]
     assert [(tag["response_len"], tag["max_global_steps"]) for tag in put["tags"]] == [(3, 2)] * 2
-    assert answered.counts == {"replayed_requests": 2}
+    assert group.counts == {"replayed_requests": 2}
 
 
 async def test_an_episode_that_fails_is_repeated_without_its_group(
@@ -292,17 +293,17 @@ async def test_an_episode_that_fails_is_repeated_without_its_group(
 
     worker = worker_of(play, **{"trainer.save_freq": 1, f"{AGENTIC}.attempts": 2})
     failures = 1
-    answered = await worker.run_group(PROMPT)
-    assert {one.key: one.attempts for one in answered.trajectories} == {"a_0_0": 1, "a_1_0": 2}
-    assert (begun, answered.flaws, sorted(store.keys)) == ([0, 1, 1], [], ["a_0_0", "a_1_0"])
+    group, facts = await worker.run_group(PROMPT)
+    assert {one.key: one.attempts for one in group.trajectories} == {"a_0_0": 1, "a_1_0": 2}
+    assert (begun, facts.flaws, sorted(store.keys)) == ([0, 1, 1], [], ["a_0_0", "a_1_0"])
     assert before == [{}, {}]
 
     begun.clear()
     store.keys.clear()
     failures = 2
-    answered = await worker.run_group(PROMPT)
-    assert [flaw.kind for flaw in answered.flaws] == ["failed_episode"]
-    assert "episode a_1, attempt 2: agent_failed: ValueError: a tool" in answered.flaws[0].why
+    group, facts = await worker.run_group(PROMPT)
+    assert [flaw.kind for flaw in facts.flaws] == ["failed_episode"]
+    assert "episode a_1, attempt 2: agent_failed: ValueError: a tool" in facts.flaws[0].why
     assert (begun, store.keys) == ([0, 1, 1], []), "and nothing of the group is stored"
 
 
@@ -326,16 +327,16 @@ async def test_the_episodes_that_finish_first_make_the_group(
 
     worker = worker_of(play, **{f"{AGENTIC}.attempts": 1, f"{AGENTIC}.redundancy": 2})
     slow = 2
-    answered = await worker.run_group(PROMPT)
-    assert [one.key for one in answered.trajectories] == store.keys == ["a_1_0", "a_3_0"]
-    assert (answered.flaws, ended) == ([], [2])
-    assert [(one.tokens, one.turns) for one in answered.redundant] == [(None, 1)] * 2
+    group, facts = await worker.run_group(PROMPT)
+    assert [one.key for one in group.trajectories] == store.keys == ["a_1_0", "a_3_0"]
+    assert (facts.flaws, ended) == ([], [2])
+    assert [(one.tokens, one.turns) for one in facts.redundant] == [(None, 1)] * 2
 
     slow = -1
     store.keys.clear()
-    answered = await worker.run_group(PROMPT)
+    group, facts = await worker.run_group(PROMPT)
     assert store.keys == ["a_1_0", "a_2_0"], "one that finishes in the same moment is not stored"
-    assert [one.tokens for one in answered.redundant] == [None, 3]
+    assert [one.tokens for one in facts.redundant] == [None, 3]
 
 
 async def test_a_response_that_comes_after_its_group_is_not_stored(
@@ -464,7 +465,7 @@ async def test_the_counts_of_an_episode_are_kept_once(
         take_turn(1, [(1, 0)], "r", 3, 0.25)
         return [response(), response(**{NOTED: {"params_overridden": 2}, TOOK_MS: [1.5]})]
 
-    answered = await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group(PROMPT)
+    group, _ = await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group(PROMPT)
     assert store.keys == ["a_0_0", "a_0_1"]
-    assert (answered.counts, answered.took_ms) == ({"params_overridden": 2}, [1.5])
-    assert len({one.env_s for one in answered.trajectories}) == 1
+    assert (group.counts, group.took_ms) == ({"params_overridden": 2}, (1.5,))
+    assert len({one.env_s for one in group.trajectories}) == 1

@@ -30,7 +30,6 @@ MANY_DROPPED = 64
 """Dropped groups from which their share of all groups is checked."""
 SHOWN = 100
 """Quarantined prompts that the summary lists."""
-FLOAT32_MAX = 3.4028234663852886e38
 KEPT_WRITERS = 1000
 """Writers with counts. A writer is a replica with a version, so new ones appear as long as a run lasts."""
 
@@ -140,16 +139,6 @@ def is_finite(value: Any) -> bool:
         return False
 
 
-def score_of(value: Any) -> float | None:
-    """Return a score as a float, or None if it is not a finite number.
-
-    Accepts the numbers of any library, and arrays and tensors of one element. verl stores scores as float32:
-    a number beyond its range is not finite there.
-    """
-    number = _number(value)
-    return number if number is not None and abs(number) <= FLOAT32_MAX else None
-
-
 def skipped_update(metrics: Mapping[str, Any]) -> str:
     """Return why the trainer did not apply an update, or that of a mini-batch; empty if it did.
 
@@ -159,23 +148,6 @@ def skipped_update(metrics: Mapping[str, Any]) -> str:
     norms = {name: value for name, value in metrics.items() if name.endswith("/grad_norm")}
     lost = [f"{name} is {value}" for name, value in norms.items() if not is_finite(value)]
     return ", ".join(lost)
-
-
-def not_a_score(value: Any) -> str:
-    """Return the reason why a response with this score is unscored."""
-    number = _number(value)
-    beyond = ", which is beyond float32" if number is not None and math.isfinite(number) else ""
-    return f"invalid: the score must be a finite number, got {value!r}"[:450] + beyond
-
-
-def _number(value: Any) -> float | None:
-    """Return what `float` makes of a number, an array or a tensor of one element; None for other values."""
-    try:
-        # numpy would drop the imaginary part of a number, and only warn.
-        one = value.item() if hasattr(value, "item") else value
-        return None if isinstance(one, str | bytes | bytearray) else float(one)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError):
-        return None
 
 
 class GroupVerdict(NamedTuple):

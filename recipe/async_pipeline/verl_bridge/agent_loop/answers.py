@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent loop worker returns for a prompt: trajectories, and what the trainer reads of each once."""
+"""What an agent loop worker returns for a prompt: its group, and what the trainer reads once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...agents.episodes import counted_together
+from ...core.events import SLOWEST_TURNS
 from ...core.groups.bad_data import Flaw
-from ...core.groups.items import Trajectory
+from ...core.groups.items import Group, Trajectory
 from ...core.lag.token_spans import spans_of
 from ...errors import RolloutError
 from ...observe.run_directory.agent_output import FailedAttempt
 from .episodes.episode import Attempt
 from .episodes.redundancy import Begun, Redundant
-from .tokens.partial_rollouts import NotedResponse, RecordedRequest, Transcript, WrittenSoFar
-from .tokens.version_spans import TURNS
+from .tokens.partial_rollouts import NotedResponse, RecordedRequest, Transcript
+from .tokens.version_spans import TURNS, cost_columns
 
 
 class ResponseSample(NamedTuple):
@@ -39,38 +40,30 @@ class ResponseSample(NamedTuple):
     """What the gateway added to each request of its episode, of its last response only."""
 
 
-class Details(NamedTuple):
-    """What the trainer reads once, as a response arrives.
+class GroupFacts(NamedTuple):
+    """What the trainer reads once, as a group arrives.
 
-    A trajectory is kept until its step and is written into checkpoints, so it does not hold these.
+    The group is kept until its step and is written into checkpoints, so it does not hold these.
     """
 
-    columns: list[str]
-    """Names of its columns in the sample store."""
-    cost: dict[str, float]
-    reward_info: dict[str, Any]
-    """What the reward function returned besides the score."""
-
-
-class Answered(NamedTuple):
-    """What a worker process returns for one prompt; empty if the prompt was given up."""
-
-    trajectories: list[Trajectory]
-    """Those without a flaw, in the order in which they finished; the trainer adds what only it knows."""
-    details: list[Details]
-    """One for each trajectory."""
-    flaws: list[Flaw]
+    flaws: Sequence[Flaw]
     """If a policy excludes a group with one of these from training, it is not in the sample store."""
+    costs: Mapping[str, Any]
+    """Fields of the event ANSWERED: a list for each figure, in the order in which responses finished, and
+    start and seconds of each turn of the response that ended last if it has several.
+    """
+    reward_infos: Sequence[Mapping[str, Any]]
+    """What the reward function returned besides the score, for each trajectory."""
     redundant: Sequence[Redundant] = ()
     """Further episodes, which the group did not need."""
-    slowest_turns: Sequence[Sequence[float]] = ()
-    """Start and seconds of each turn of the response that ended last; empty for single turns."""
-    counts: Mapping[str, int] = {}
-    """What happened in its episodes; see `agents.episodes.COUNTS`."""
-    took_ms: Sequence[float] = ()
-    """What the gateway added to each request of its episodes."""
     failed: Sequence[FailedAttempt] = ()
     """Attempts that failed, with what the agent wrote."""
+
+
+Answered = tuple[Group, GroupFacts] | None
+"""What a worker process returns for one prompt; None if the prompt was given up. The trajectories of the
+group are the ones without a flaw; the trainer adds what only it knows.
+"""
 
 
 def _future() -> asyncio.Future[Answered]:
@@ -86,8 +79,8 @@ class GroupInProgress:
     before: Sequence[Sequence[RecordedRequest]] = ()
     """What an earlier process generated for it, response by response."""
     finished: list[ResponseSample] = field(default_factory=list)
-    transcripts: list[Transcript] = field(default_factory=list)
-    """One for each response; empty in runs that neither make checkpoints nor resume from one."""
+    episodes: list[Begun] = field(default_factory=list)
+    """With a transcript each, except in runs that neither make checkpoints nor resume from one."""
     task: asyncio.Task[Any] | None = None
     """Generates the responses; None before it begins, and after its end."""
     is_given_up: bool = False
@@ -95,7 +88,11 @@ class GroupInProgress:
     is_stored: bool = False
     """It is on its way into the sample store, and no longer given up."""
 
-    def noted(self, found: Mapping[str, WrittenSoFar]) -> list[NotedResponse]:
+    @property
+    def transcripts(self) -> list[Transcript]:
+        return [one.transcript for one in self.episodes if one.transcript is not None]
+
+    def noted(self, found: Mapping[str, RecordedRequest]) -> list[NotedResponse]:
         """Note its requests as they are now; see `Transcript.noted`."""
         return [one.noted(found) for one in self.transcripts or map(Transcript, self.before)]
 
@@ -116,8 +113,6 @@ def trajectory_of(
         raise RolloutError(f"trajectory {key} came back without the version that generated it")
     told = fields.get("extra_fields") or {}
     spans = told.get("version_spans")
-    # Zero but for the last token of the response, or of each turn; no such field without a score.
-    scores = fields.get("rm_scores")
     return Trajectory(
         key=key,
         first_version=int(first),
@@ -125,7 +120,7 @@ def trajectory_of(
         num_tokens=int(tag["response_len"]),
         spans=None if spans is None else spans_of(spans),
         turns=told.get(TURNS),
-        reward=None if scores is None else float(np.sum(np.asarray(scores), dtype=np.float64)),
+        reward=reward_of(fields),
         model_s=None if waits is None else round(waits[0], 6),
         env_s=None if waits is None else round(waits[1], 6),
         end=attempt.end,
@@ -134,23 +129,48 @@ def trajectory_of(
     )
 
 
-def details_of(sample: ResponseSample) -> Details:
-    """Return what the trainer reads of a sample."""
-    reward_info = (sample.fields.get("extra_fields") or {}).get("reward_extra_info") or {}
-    return Details(columns=sorted(sample.fields), cost=sample.cost, reward_info=reward_info)
+def reward_of(fields: Mapping[str, Any]) -> float | None:
+    """Return the score in a stored row, or None if it has none."""
+    # Zero but for the last token of the response, or of each turn; no such field without a score.
+    scores = fields.get("rm_scores")
+    return None if scores is None else float(np.sum(np.asarray(scores), dtype=np.float64))
 
 
-def slowest_turns(samples: Sequence[ResponseSample]) -> Sequence[Sequence[float]]:
-    """Return the times of the turns of the response whose last turn ended last; empty without turns."""
-    return max((one.times for one in samples if one.times), key=lambda times: sum(times[-1]), default=())
+def reward_info_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the reward function returned besides the score of a stored row."""
+    return (fields.get("extra_fields") or {}).get("reward_extra_info") or {}
 
 
-def counted(samples: Sequence[ResponseSample], replayed: Iterable[int]) -> dict[str, int]:
-    """Return what happened in the episodes of a group. `replayed`: requests of each, see `Transcript`."""
-    counts = counted_together(sample.counts for sample in samples)
-    if again := sum(replayed):
+def finished_group(
+    prompt: Mapping[str, Any],
+    samples: Sequence[ResponseSample],
+    flaws: Sequence[Flaw],
+    redundant: Sequence[Redundant],
+    episodes: Sequence[Begun],
+) -> tuple[Group, GroupFacts]:
+    """Return the group of a prompt. `episodes`: all that were begun."""
+    ordered = sorted(samples, key=lambda one: one.trajectory.key)
+    columns = [sorted(one.fields) for one in ordered]
+    alike = all(one == columns[0] for one in columns)
+    counts = counted_together(one.counts for one in samples)
+    if again := sum(one.transcript.replayed for one in episodes if one.transcript is not None):
         counts["replayed_requests"] = again
-    return counts
+    costs = cost_columns([one.cost for one in samples])
+    turns = [one.times for one in samples if one.times]
+    if turns:
+        costs[SLOWEST_TURNS] = max(turns, key=lambda times: sum(times[-1]))
+    group = Group(
+        uid=str(prompt["uid"]),
+        step=prompt["global_steps"],
+        trajectories=tuple(one.trajectory for one in ordered),
+        redundant=len(redundant),
+        counts=counts,
+        took_ms=tuple(took for one in samples for took in one.took_ms),
+        payload=columns[:1] if alike else columns,
+    )
+    infos = [reward_info_of(one.fields) for one in ordered]
+    failed = [attempt for one in episodes for attempt in one.failed]
+    return group, GroupFacts(flaws, costs, infos, redundant, failed)
 
 
 def divided(

@@ -113,7 +113,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         asked = [asyncio.wait_for(_closed(worker), CLOSE_S) for worker in self.agent_loop_workers]
         await asyncio.gather(*asked, return_exceptions=True)
 
-    async def run_group(self, prompt: Mapping[str, Any], recall: Recall, admitted: int) -> Answered | None:
+    async def run_group(self, prompt: Mapping[str, Any], recall: Recall, admitted: int) -> Answered:
         """Send one prompt to the worker that has a part of it, or the next one; see
         `PushAgentLoopWorker.run_group`.
 
@@ -160,8 +160,9 @@ async def _give_up(worker: Any, prompt: Mapping[str, Any]) -> None:
         await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"])), GIVE_UP_S)
 
 
-def _samples_of(answering: asyncio.Future[Answered]) -> Answered | None:
+def _samples_of(answering: asyncio.Future[Answered]) -> Answered:
     """Return what a group that was given up has left in the sample store, or None."""
     if not answering.done() or answering.exception() is not None:
         return None
-    return answering.result() if answering.result().trajectories else None
+    done = answering.result()
+    return done if done is not None and done[0].trajectories else None

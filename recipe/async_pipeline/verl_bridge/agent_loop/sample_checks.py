@@ -9,11 +9,12 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from ...core.groups.bad_data import Flaw, flaws_of, flaws_of_group, long_prompt, not_a_score, score_of
-from ...errors import BadDataError, RewardError
+from ...core.groups.bad_data import Flaw, flaws_of, flaws_of_group, long_prompt
+from ...core.groups.scores import Score, ScoreRule, unscored
+from ...errors import BadDataError
 from ...redaction import without_secrets
 from ..calls.ray_calls import cause_of
-from ..reward.manager import UNSCORED
+from .answers import reward_info_of
 from .episodes.episode import current_episode, episode_with
 from .tokens.version_spans import ResponseTurn, writer_of
 
@@ -88,52 +89,31 @@ def flaws_together(
     for the responses without flaw.
     """
     sessions = {int(fields["session_id"]) for fields in sound} | {i for i, found in enumerate(flaws) if found}
-    infos = [(fields.get("extra_fields") or {}).get("reward_extra_info") or {} for fields in sound]
     return [flaw for found in flaws for flaw in found] + flaws_of_group(
         expected=expected,
         present=len(sessions),
         unmasked=[int(fields["response_mask"].sum()) for fields in sound],
-        unscored=[str(info[UNSCORED]) for info in infos if info.get(UNSCORED)],
+        unscored=[why for fields in sound if (why := unscored(reward_info_of(fields)))],
     )
 
 
-class Scores:
-    """The handling of a response that the reward function could not score: `reward.failure`,
-    `reward.default`.
-    """
+class Scores(ScoreRule):
+    """The scores of verl's outputs of agent loops."""
 
-    def __init__(self, on_failure: str, default: float) -> None:
-        self._on_failure, self._default = on_failure, default
-        self._names: list[str] = []
-        """Names of the values that the function returns besides the score, as far as known."""
-
-    def failed(self, error: RayTaskError) -> str:
-        """Describe a failed call. Raises the error if it should end the run."""
-        if self._on_failure == "fail":
+    def failed(self, error: RayTaskError) -> Score:
+        """Return the score of a response for which the call failed. Raises the error if it ends the run."""
+        if self.ends_run:
             raise error
         cause = cause_of(error)
-        return without_secrets(f"raised: {type(cause).__name__}: {cause}".splitlines()[0])[:500]
+        why = f"raised: {type(cause).__name__}: {cause}".splitlines()[0]
+        return Score(None, without_secrets(why)[:500])
 
-    def settle(self, answer: Any, why: str) -> None:
-        """Give a response its score, or the default. `why`: the reason why the call failed; empty if
-        it did not.
+    def settle(self, output: Any, failed: Score | None = None) -> None:
+        """Make an output what is stored of its score. `failed`: set if the call failed.
 
-        Raises RewardError if the response has no score and that should end the run.
+        Raises RewardError if it has no score and that should end the run.
         """
-        number = score_of(answer.reward_score)
-        if number is not None:
-            answer.reward_score = number
-        elif not why:
-            why = not_a_score(answer.reward_score)
-        if self._on_failure == "fail":
-            if why:
-                raise RewardError(why)
-            return
-        info = answer.extra_fields.get("reward_extra_info") or {}
-        if why:
-            answer.reward_score = self._default
-            info = {**dict.fromkeys(self._names, self._default), UNSCORED: why}
-        else:
-            self._names = [name for name in info if name != UNSCORED]
-            info = {**info, UNSCORED: info.get(UNSCORED, "")}
-        answer.extra_fields["reward_extra_info"] = info
+        info = output.extra_fields.get("reward_extra_info") or {}
+        output.reward_score, info = self.row(failed or Score.of(output.reward_score), info)
+        if not self.ends_run:
+            output.extra_fields["reward_extra_info"] = info

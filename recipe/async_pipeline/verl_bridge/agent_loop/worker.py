@@ -17,7 +17,6 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from ...agents.episodes import EpisodeRules
 from ...checkpoint.hashed_file import FileEntry
-from ...core.groups.bad_data import Flaw
 from ...core.groups.items import Group
 from ...errors import RolloutError
 from .. import replaced
@@ -33,10 +32,8 @@ from .answers import (
     Answered,
     GroupInProgress,
     ResponseSample,
-    counted,
-    details_of,
     divided,
-    slowest_turns,
+    finished_group,
     trajectory_of,
 )
 from .episodes import environment_loop
@@ -50,7 +47,7 @@ from .episodes.episode import (
     taken_turns,
 )
 from .episodes.episode_attempts import Episodes
-from .episodes.redundancy import Begun, Redundant, first_sound
+from .episodes.redundancy import Begun, first_sound
 from .episodes.validation import OpenPrompts, failed_response
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
 from .sessions import agent_session_loop
@@ -95,7 +92,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._episodes = Episodes(rules, agentic.episode_timeout_s, agentic.failure_reward)
         replaced.apply("tools", timeout_s=agentic.tool_timeout_s)
         self._redundancy = agentic.redundancy
-        self._scores = Scores(knobs.reward.failure, float(knobs.reward.default))
+        self._scores = Scores(knobs.reward.failure, knobs.reward.default)
         # Read for each response, for which a config is too slow.
         self._scores_at_once = knobs.reward.while_generating
         self._saves = self.config.trainer.save_freq > 0
@@ -219,17 +216,17 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         if group.is_given_up:
-            group.answered.set_result(Answered([], [], []))
+            group.answered.set_result(None)
             return
         group.task = asyncio.current_task()
         try:
             group.answered.set_result(await self._answer(group, prompt, sampling_params, trajectory, trace))
         except asyncio.CancelledError:
-            group.answered.set_result(Answered([], [], []))
+            group.answered.set_result(None)
         except Exception as error:  # noqa: BLE001 - handed to the caller as it is
             group.answered.set_exception(error)
         finally:
-            group.task, group.transcripts = None, []
+            group.task, group.episodes = None, []
 
     async def _answer(
         self,
@@ -244,45 +241,25 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
             params.update(top_p=1.0, top_k=-1, temperature=0)
-        begun = n + self._redundancy
-        flaws: list[list[Flaw]] = [[] for _ in range(begun)]
-        episodes = [Begun() for _ in range(begun)]
-        before = group.before
-        if self._saves or before:
-            group.transcripts = [Transcript(before[i] if i < len(before) else ()) for i in range(begun)]
-        transcripts: Sequence[Transcript | None] = group.transcripts or [None] * begun
+        before, recorded = group.before, self._saves or bool(group.before)
+        episodes = group.episodes = [
+            Begun(Transcript(before[i] if i < len(before) else ()) if recorded else None)
+            for i in range(n + self._redundancy)
+        ]
         sessions = [
             asyncio.create_task(
-                self._session(
-                    flaws[i],
-                    transcripts[i],
-                    episodes[i],
-                    params,
-                    trajectory=trajectory,
-                    trace=trace,
-                    session_id=i,
-                    **prompt,
-                )
+                self._session(episode, params, trajectory=trajectory, trace=trace, session_id=i, **prompt)
             )
-            for i in range(begun)
+            for i, episode in enumerate(episodes)
         ]
-        chosen = await self._settled(prompt["uid"], sessions, n, lambda i: self._checks.usable(flaws[i]))
-        samples, redundant = group.finished, list[Redundant]()
-        if len(chosen) < begun:
-            samples, redundant = divided(samples, chosen, episodes)
-            flaws = [flaws[i] for i in chosen]
-        found = flaws_together(n, flaws, [one.fields for one in samples])
-        if self._checks.usable(found):
+        usable = self._checks.usable
+        chosen = await self._settled(prompt["uid"], sessions, n, lambda i: usable(episodes[i].flaws))
+        samples, redundant = divided(group.finished, chosen, episodes)
+        flaws = flaws_together(n, [episodes[i].flaws for i in chosen], [one.fields for one in samples])
+        if usable(flaws):
             group.is_stored = True
-            await self._store_group(samples)
-        details = [details_of(one) for one in samples]
-        trajectories = [one.trajectory for one in samples]
-        counts = counted(samples, (one.replayed for one in transcripts if one is not None))
-        took_ms = [took for one in samples for took in one.took_ms]
-        failed = [attempt for one in episodes for attempt in one.failed]
-        return Answered(
-            trajectories, details, found, redundant, slowest_turns(samples), counts, took_ms, failed
-        )
+            await stored_sessions.put_group(samples, as_rows=self._stores_rows)
+        return finished_group(prompt, samples, flaws, redundant, episodes)
 
     async def _settled(
         self, uid: str, sessions: list[asyncio.Task[None]], n: int, is_sound: Callable[[int], bool]
@@ -310,12 +287,12 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """
         if not self._scores_at_once and not current_episode().validates:
             return
-        why = ""
+        failed = None
         try:
             await self._request_score(outputs, kwargs)
         except RayTaskError as error:
-            why = self._scores.failed(error)
-        self._scores.settle(outputs[-1], why)
+            failed = self._scores.failed(error)
+        self._scores.settle(outputs[-1], failed)
 
     async def _request_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         """Do what verl's `_compute_score` does, without its tensors."""
@@ -329,11 +306,9 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         last.extra_fields["reward_extra_info"] = result["reward_extra_info"]
         last.metrics.compute_score = time.perf_counter() - begun
 
-    async def _session(
-        self, flaws: list[Flaw], transcript: Transcript | None, episode: Begun, *args: Any, **kwargs: Any
-    ) -> None:
-        """Play one response; what is wrong with it is added to `flaws`. Raises as `run_group`."""
-        worker = self
+    async def _session(self, episode: Begun, *args: Any, **kwargs: Any) -> None:
+        """Play one response; what is wrong with it is added to its flaws. Raises as `run_group`."""
+        worker, transcript, flaws = self, episode.transcript, episode.flaws
         if transcript is not None:
             # verl hands the worker's client to the agent loop, and this response needs a separate one.
             worker = copy.copy(self)
@@ -432,6 +407,3 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             ]
             last = group.finished.pop()
             group.finished.append(last._replace(counts=attempt.counts, took_ms=attempt.took_ms))
-
-    async def _store_group(self, group: list[ResponseSample]) -> None:
-        await stored_sessions.put_group(group, as_rows=self._stores_rows)

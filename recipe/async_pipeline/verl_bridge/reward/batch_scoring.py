@@ -15,8 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl import DataProto
 
 from ...config.knobs.schema import AsyncPipelineConfig
-from ...core.groups.bad_data import not_a_score, score_of
-from ...errors import RewardError
+from ...core.groups.scores import Score, ScoreRule
 from ..calls.ray_calls import got
 
 NOT_FOR_REWARDS = (
@@ -30,10 +29,8 @@ NOT_FOR_REWARDS = (
 """Columns that a reward worker does not use."""
 
 
-def score_batch(
-    workers: Sequence[Any], batch: KVBatchMeta, knobs: AsyncPipelineConfig
-) -> list[Mapping[str, Any]]:
-    """Score every response and store its score in verl's column. Returns the results of the workers. Blocks.
+def score_batch(workers: Sequence[Any], batch: KVBatchMeta, knobs: AsyncPipelineConfig) -> list[float]:
+    """Score every response and store its score in verl's column. Returns the scores. Blocks.
 
     Raises WaitTimeout if the workers take too long, RewardError if a score is not a finite number, and the
     error of the reward function.
@@ -63,26 +60,16 @@ def score_batch(
     results: list[Mapping[str, Any]] = got(
         calls, knobs.faults.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} responses"
     )
-    results = [_finite(result, knobs) for result in results]
+    rule = ScoreRule(knobs.reward.failure, knobs.reward.default)
+    numbers = [rule.number(Score.of(result["reward_score"])) for result in results]
 
     scores = torch.nested.as_nested_tensor(
-        [
-            _at_last_token(float(result["reward_score"]), length)
-            for result, length in zip(results, lengths, strict=True)
-        ],
+        [_at_last_token(number, length) for number, length in zip(numbers, lengths, strict=True)],
         layout=torch.jagged,
     )
     fields = TensorDict({"rm_scores": scores}, batch_size=len(batch.keys))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
-    return results
-
-
-def _finite(result: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Mapping[str, Any]:
-    """Return the result with a finite score. Raises RewardError if it has none and failures end the run."""
-    number = score_of(result["reward_score"])
-    if number is None and knobs.reward.failure == "fail":
-        raise RewardError(not_a_score(result["reward_score"]))
-    return {**result, "reward_score": float(knobs.reward.default) if number is None else number}
+    return numbers
 
 
 def _row(prompt: torch.Tensor, response: torch.Tensor, others: Mapping[str, Any]) -> DataProto:

@@ -30,7 +30,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from ...core.groups.bad_data import not_a_score, score_of
+from ...core.groups.scores import Score
 from ...core.waits.deadline import ABANDONED, GRACE_S, within
 from ...core.waits.threads import awaited_here
 from ...errors import ConfigError, RewardError, WaitTimeout
@@ -278,9 +278,7 @@ def checked(result: Any) -> Any:
     number.
     """
     score = result.get("score") if isinstance(result, Mapping) else result
-    number = score_of(score)
-    if number is None:
-        raise RewardError(not_a_score(score))
+    number = Score.of(score).number()
     return {**result, "score": number} if isinstance(result, Mapping) else number
 
 

@@ -9,12 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
+from ...core.groups.scores import Score, ScoreRule
 from ...errors import RewardError
 from ..launch.run_config import knobs_of, runtime_of
 from .executor import FunctionLocation, Limits, RewardGuard
-
-UNSCORED = "unscored"
-"""Key in the extra fields of a reward: the reason why a response has no score, or an empty string."""
 
 
 class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -45,9 +43,7 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
             ),
         )
 
-        self._on_failure, self._default = knobs.failure, float(knobs.default)
-        self._names: list[str] = ["acc"]
-        """Names of the extra values that the function last returned in addition to the score."""
+        self._rule = ScoreRule(knobs.failure, knobs.default, names=["acc"])
         inner = resolve_reward_manager_cls(
             OmegaConf.create({"reward": {"reward_manager": runtime_of(config).reward_manager}})
         )
@@ -63,11 +59,11 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
         """
         try:
             result: dict[str, Any] = await self._inner.run_single(data)
+            score, info = Score.of(result["reward_score"]), result["reward_extra_info"]
         except RewardError as error:
-            if self._on_failure == "fail":
+            if self._rule.ends_run:
                 raise
-            extra = dict.fromkeys(self._names, self._default)
-            # Validation needs a number even for a response that training would drop.
-            return {"reward_score": self._default, "reward_extra_info": {**extra, UNSCORED: str(error)}}
-        self._names = list(result["reward_extra_info"])
-        return {**result, "reward_extra_info": {**result["reward_extra_info"], UNSCORED: ""}}
+            result, score, info = {}, Score(None, str(error)), {}
+        # Validation needs a number even for a response that training would drop.
+        number, info = self._rule.row(score, info)
+        return {**result, "reward_score": number, "reward_extra_info": info}

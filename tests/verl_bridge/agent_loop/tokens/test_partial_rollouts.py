@@ -70,8 +70,10 @@ def test_what_engines_have_written_belongs_to_it(module: ModuleType) -> None:
 
 
 def test_tokens_of_unknown_likelihood_are_generated_again(module: ModuleType) -> None:
-    assert open_at(module, None, "x").with_written(module.WrittenSoFar([5], None, spans_of([[2, 0]]))) is None
-    assert open_at(module, None, "x").with_written(module.WrittenSoFar([], [], [])) is None
+    unknown = module.RecordedRequest((), [5], None, spans_of([[2, 0]]), None)
+    empty = module.RecordedRequest((), [], [], [], None)
+    assert open_at(module, None, "x").with_written(unknown) is None
+    assert open_at(module, None, "x").with_written(empty) is None
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,11 @@ pytestmark = pytest.mark.real_engine
 def generated(module: ModuleType, load: Load, metric: str, *infos: dict[str, Any]) -> tuple[Any, Group]:
     """Return a Generation that filters by `metric`, and its group of responses with these values."""
     answers = load("recipe.async_pipeline.verl_bridge.agent_loop.answers")
-    done = answers.Answered(
-        [
-            Trajectory(key=f"u_{i}_0", first_version=0, last_version=0, num_tokens=1, reward=-1.0)
-            for i in range(len(infos))
-        ],
-        [answers.Details(columns=[], cost={}, reward_info=info) for info in infos],
-        [],
+    trajectories = (
+        Trajectory(key=f"u_{i}_0", first_version=0, last_version=0, num_tokens=1, reward=-1.0)
+        for i in range(len(infos))
     )
+    done = (Group(uid="u", step=1, trajectories=tuple(trajectories)), answers.GroupFacts([], {}, infos))
 
     async def run_group(*args: Any) -> Any:
         return done

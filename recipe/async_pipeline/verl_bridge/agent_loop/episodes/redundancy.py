@@ -13,12 +13,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....agents.episodes import REDUNDANT
+from ....core.groups.bad_data import Flaw
 from ....core.groups.items import Trajectory
 from ....observe.run_directory.agent_output import FailedAttempt
 from ..tokens.version_spans import ResponseTurn
+
+if TYPE_CHECKING:
+    from ..tokens.partial_rollouts import Transcript
 
 END_S = 10.0
 """Seconds that redundant episodes get to end."""
@@ -52,8 +56,11 @@ class Redundant(NamedTuple):
 class Begun:
     """An episode of a group while it is played."""
 
-    def __init__(self) -> None:
+    def __init__(self, transcript: Transcript | None = None) -> None:
+        """`transcript`: records its requests."""
+        self.transcript = transcript
         self.since = time.perf_counter()
+        self.flaws: list[Flaw] = []
         self.turns: Sequence[ResponseTurn] = ()
         """Finished turns of the current attempt; the list grows."""
         self.failed: list[FailedAttempt] = []

@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from ....core.groups.items import Group, Trajectory
+from ..answers import reward_of
 from ..tokens.version_spans import TURNS
 from .episode import Attempt
 
@@ -58,9 +58,7 @@ class OpenPrompts:
         """Note an episode, whose last response has this key. `rows`: the fields of its responses."""
         told = [row.get("extra_fields") or {} for row in rows]
         turns = [one[TURNS] for one in told if one.get(TURNS) is not None]
-        scores = rows[-1].get("rm_scores")
-        reward = None if scores is None else float(np.sum(np.asarray(scores), dtype=np.float64))
-        self._note(key, attempt, reward, sum(turns) if turns else None)
+        self._note(key, attempt, reward_of(rows[-1]), sum(turns) if turns else None)
 
     def failed(self, key: str, reward: float, attempt: Attempt) -> None:
         """Note an episode that failed in this attempt, its last one, and counts with this reward."""

@@ -62,7 +62,7 @@ class RecordedRequest(NamedTuple):
             log_probs=log_probs,
         )
 
-    def with_more(self, written: WrittenSoFar, stop_reason: str | None) -> RecordedRequest:
+    def with_more(self, written: RecordedRequest) -> RecordedRequest:
         """Return it with what was generated after it. What is unknown of a part is unknown of the
         result.
         """
@@ -72,7 +72,7 @@ class RecordedRequest(NamedTuple):
             token_ids=[*self.token_ids, *written.token_ids],
             log_probs=[*(self.log_probs or ()), *(written.log_probs or ())] if known else None,
             spans=[*self.spans, *(TokenSpan(version, said + at) for version, at in written.spans)],
-            stop_reason=stop_reason,
+            stop_reason=written.stop_reason,
         )
 
     def until(self, version: int) -> RecordedRequest | None:
@@ -109,20 +109,12 @@ class RecordedRequest(NamedTuple):
     def joined(self, output: TokenOutput) -> TokenOutput:
         """Return what was generated before, followed by `output`."""
         spans = spans_of(output.extra_fields.get("version_spans") or ())
-        now = WrittenSoFar(output.token_ids, output.log_probs, spans)
-        whole = self.with_more(now, output.stop_reason).output()
+        now = RecordedRequest((), output.token_ids, output.log_probs, spans, output.stop_reason)
+        whole = self.with_more(now).output()
         fields = {**output.extra_fields, **whole.extra_fields, "replica": output.extra_fields.get("replica")}
         return output.model_copy(
             update={"token_ids": whole.token_ids, "log_probs": whole.log_probs, "extra_fields": fields}
         )
-
-
-class WrittenSoFar(NamedTuple):
-    """What an engine has generated for an open request."""
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float] | None
-    spans: Sequence[TokenSpan]
 
 
 class Open(NamedTuple):
@@ -136,16 +128,14 @@ class Open(NamedTuple):
     cannot use a part of the response.
     """
 
-    def with_written(self, written: WrittenSoFar | None) -> RecordedRequest | None:
+    def with_written(self, written: RecordedRequest | None) -> RecordedRequest | None:
         """Return what was generated so far, or None if it is empty or its log-probs are unknown."""
         if written is None or not written.token_ids or not written.spans:
             return self.before
         if self.before is None:
-            whole = RecordedRequest(
-                self.prompt_ids, written.token_ids, written.log_probs, written.spans, None
-            )
+            whole = written._replace(prompt_ids=self.prompt_ids)
         else:
-            whole = self.before.with_more(written, None)
+            whole = self.before.with_more(written)
         return None if whole.log_probs is None else whole.packed()
 
 
@@ -181,7 +171,7 @@ class Transcript:
         """Forget all requests: the response is generated again from its beginning."""
         self._before, self.said = [], []
 
-    def noted(self, found: Mapping[str, WrittenSoFar]) -> NotedResponse:
+    def noted(self, found: Mapping[str, RecordedRequest]) -> NotedResponse:
         """Note all requests as they are now, with what engines have generated for open ones. `found`: by the
         engine's name of the request.
         """
@@ -200,7 +190,7 @@ class NotedResponse(NamedTuple):
     """The requests of one response at a moment."""
 
     said: Sequence[RecordedRequest]
-    opened: Sequence[tuple[Open, WrittenSoFar | None]]
+    opened: Sequence[tuple[Open, RecordedRequest | None]]
     before: Sequence[RecordedRequest]
 
     def together(self, version: int) -> list[RecordedRequest]:
@@ -212,8 +202,10 @@ class NotedResponse(NamedTuple):
         return [old for one in whole if (old := one.until(version)) is not None]
 
 
-async def written_so_far(requests: Sequence[Open]) -> dict[str, WrittenSoFar]:
-    """Request from each server, once, what it has generated. A server that is gone or late has nothing."""
+async def written_so_far(requests: Sequence[Open]) -> dict[str, RecordedRequest]:
+    """Request from each server, once, what it has generated; returns it without prompts. A server that is
+    gone or late has nothing.
+    """
     names: dict[Any, list[str]] = {}
     for one in requests:
         place = one.where()
@@ -230,7 +222,7 @@ async def written_so_far(requests: Sequence[Open]) -> dict[str, WrittenSoFar]:
     ]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return {
-        name: WrittenSoFar(tokens, log_probs, spans_of(spans))
+        name: RecordedRequest((), tokens, log_probs, spans_of(spans), None)
         for answer in answers
         if isinstance(answer, dict)
         for name, (tokens, log_probs, spans) in answer.items()

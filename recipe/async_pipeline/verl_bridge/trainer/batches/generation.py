@@ -16,19 +16,16 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from ....config.knobs.schema import AsyncPipelineConfig
-from ....core.events import SLOWEST_TURNS
-from ....core.groups.bad_data import BadData, GroupVerdict, score_of
+from ....core.groups.bad_data import BadData
 from ....core.groups.items import Admission, Group, Prompt, PromptBatch, StepBatch, Trajectory
 from ....core.groups.recall import Recall
+from ....core.groups.scores import Score, unscored
 from ....core.lag.token_ages import masked
 from ....core.waits.deadline import within
 from ....errors import RolloutError
 from ....observe.run_directory.agent_output import FailedAttempt
-from ...agent_loop.answers import Details
 from ...agent_loop.manager import PushAgentLoopManager
-from ...agent_loop.tokens.version_spans import cost_columns
 from ...reward.batch_scoring import score_batch
-from ...reward.manager import UNSCORED
 from ..calls import BlockingCalls
 from ..reporting.sample_metrics import SampleMeters
 from .prompt_source import PromptSource
@@ -102,7 +99,10 @@ class Generation:
         identity = self._prompts.identity(prompt.uid)
         refused = self._bad_data.refuse(identity)
         if refused is not None:
-            return _group(prompt, (), refused)
+            flaw, again = refused
+            return Group(
+                uid=prompt.uid, step=prompt.step, trajectories=(), flaw=flaw, again=again, payload=()
+            )
 
         started = time.perf_counter()
         done = await self._manager.run_group(prompt.payload, recall, self._served())
@@ -111,24 +111,19 @@ class Generation:
             self._meters.cancelled(seconds)
             return None
 
-        costs = cost_columns([details.cost for details in done.details])
-        if done.slowest_turns:
-            costs[SLOWEST_TURNS] = done.slowest_turns
-        if done.failed:
-            await self._calls(self._keep_output, prompt.step, done.failed)
-        self._note("ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **costs)
-        pairs = sorted(zip(done.trajectories, done.details, strict=True), key=lambda pair: pair[0].key)
+        group, facts = done
+        if facts.failed:
+            await self._calls(self._keep_output, prompt.step, facts.failed)
+        self._note("ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **facts.costs)
         trajectories = tuple(
-            replace(one, seconds=seconds, filter_by=self._filter_by(one, details)) for one, details in pairs
+            replace(one, seconds=seconds, filter_by=self._filter_by(one, info))
+            for one, info in zip(group.trajectories, facts.reward_infos, strict=True)
         )
         self._meters.finished(prompt.uid, trajectories)
-        self._meters.redundant(done.redundant)
+        self._meters.redundant(facts.redundant)
 
-        verdict = self._bad_data.judge(prompt.uid, identity, done.flaws)
-        columns = [details.columns for _, details in pairs]
-        alike = all(one == columns[0] for one in columns)
-        group = _group(prompt, trajectories, verdict, columns[:1] if alike else columns)
-        return replace(group, redundant=len(done.redundant), counts=done.counts, took_ms=tuple(done.took_ms))
+        flaw, again = self._bad_data.judge(prompt.uid, identity, facts.flaws) or ("", False)
+        return replace(group, trajectories=trajectories, flaw=flaw, again=again)
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         """Return why a finished group is not trained, or None if it is.
@@ -167,31 +162,31 @@ class Generation:
         return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics, timing_s=timing)
 
     async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
-        def score() -> list[Mapping[str, Any]]:
+        def score() -> list[float]:
             return score_batch(self._reward_workers(), own_copy(meta), self._knobs)
 
-        scored = await self._calls(score)
-        rewards = iter(scored)
+        rewards = iter(await self._calls(score))
 
         def with_rewards(group: Group) -> Group:
-            found = (replace(t, reward=float(next(rewards)["reward_score"])) for t in group.trajectories)
+            found = (replace(t, reward=next(rewards)) for t in group.trajectories)
             return replace(group, trajectories=tuple(found))
 
         return tuple(with_rewards(group) for group in groups)
 
-    def _filter_by(self, trajectory: Trajectory, details: Details) -> float | None:
+    def _filter_by(self, trajectory: Trajectory, info: Mapping[str, Any]) -> float | None:
         """Return the value of the filter metric, or None without a filter.
 
         A response without a score may lack the metric: the value is its default reward then. Raises
         RolloutError if the reward function did not return a number under that name.
         """
-        metric, info = self._filter_metric, details.reward_info
+        metric = self._filter_metric
         if metric is None:
             return None
-        value = trajectory.reward if metric == "reward" or info.get(UNSCORED) else info.get(metric)
-        number = score_of(value)
+        value = trajectory.reward if metric == "reward" or unscored(info) else info.get(metric)
+        number = Score.of(value).value
         if number is None:
-            known = ", ".join(["reward", *(name for name, one in info.items() if score_of(one) is not None)])
+            numbers = (name for name, one in info.items() if Score.of(one).value is not None)
+            known = ", ".join(["reward", *numbers])
             raise RolloutError(
                 "algorithm.filter_groups.metric must name a finite number that the reward function returns, "
                 f"got {metric!r}, which is {'missing' if value is None else repr(value)[:80]}; choose one of "
@@ -208,18 +203,6 @@ def _meta_of(groups: Sequence[Group], temperature: float) -> KVBatchMeta:
         keys=[t.key for t in trajectories],
         tags=[dict(t.payload) for t in trajectories],
         extra_info={"temperature": temperature},
-    )
-
-
-def _group(
-    prompt: Prompt,
-    trajectories: tuple[Trajectory, ...],
-    verdict: GroupVerdict | None,
-    columns: Sequence[Sequence[str]] = (),
-) -> Group:
-    flaw, again = verdict or ("", False)
-    return Group(
-        uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again, payload=columns
     )
 
 

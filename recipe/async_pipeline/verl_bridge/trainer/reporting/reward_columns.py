@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ....core.groups.bad_data import score_of
+from ....core.groups.scores import Score
 from ....observe.observers import FILE_ATTEMPTS, Observers
 
 
@@ -22,7 +22,9 @@ def numbers_or_text(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]
 
 def _numbers(values: Sequence[Any]) -> list[float | None] | None:
     """Return the values as numbers, or None if one of them is none. NaN and infinity are numbers here."""
-    found = [value if value is None or isinstance(value, float) else score_of(value) for value in values]
+    found = [
+        value if value is None or isinstance(value, float) else Score.of(value).value for value in values
+    ]
     lost = any(one is None and value is not None for one, value in zip(found, values, strict=True))
     return None if lost else found
 
