@@ -43,6 +43,7 @@ from ..process.interrupts import end_with_watch
 from ..rules.config_checks import FOREIGN_PATHS, Checked, _update, checked, remove_keys, set_verls_keys
 from ..rules.config_rules import STOCK_LOSS_CONFIG, reward_model_devices
 from ..rules.model_rules import ROLLOUT
+from .command_line import checked_with
 from .engine_contract import check_engine
 from .ray_cluster import choose_cluster, mark_run_dir, require_devices
 from .run_config import ADDRESS, LOCAL
@@ -53,14 +54,15 @@ LATEST = "latest"
 """Name of the link to the run directory that was made last."""
 
 
-def prepare(config: DictConfig) -> None:
+def prepare(config: DictConfig, problems: tuple[str, ...] = ()) -> None:
     """Rewrite a verl config that asks for the pipeline so that it runs; leave other configs unchanged.
 
-    Exits with status 2 and one line on standard error if the config is wrong.
+    Exits with status 2 and a line on standard error for each problem if the config is wrong, or if there are
+    `problems` already.
     """
     end_with_watch()
     with _refusals():
-        _prepare(config)
+        _prepare(config, problems)
     if is_cpu():  # in jobs of stock trainers too
         import_in_workers(str(OmegaConf.select(config, f"{ROLLOUT}.name")))
 
@@ -130,8 +132,8 @@ def start_sample_store(config: DictConfig) -> None:
     atexit.register(tq.close)
 
 
-def _prepare(config: DictConfig) -> None:
-    found = checked(config)
+def _prepare(config: DictConfig, problems: tuple[str, ...]) -> None:
+    found = checked_with(problems, config) if problems else checked(config)
     if found is None:
         return
     _check_engine(config, found)
