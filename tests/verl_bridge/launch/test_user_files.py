@@ -136,6 +136,20 @@ def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:
     assert fault.absent.startswith(f"{REWARD}.path={file}: ") and "no_such_package" in fault.absent
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "reason"),
+    [
+        ("reward", "compute_score", ""),
+        ("reward", "points", "has no attribute 'points'"),
+        ("rewrad", "compute_score", "No module named 'recipe.async_pipeline.lab.tasks.rewrad'"),
+    ],
+)
+def test_a_reward_function_of_this_package(module: str, name: str, reason: str) -> None:
+    path = f"pkg://recipe.async_pipeline.lab.tasks.{module}"
+    found = problems({f"{REWARD}.path": path, f"{REWARD}.name": name})
+    assert [reason in problem for problem in found] == ([True] if reason else [])
+
+
 @pytest.mark.real_engine
 def test_names_are_verls(load: Load) -> None:
     loops = load("verl.experimental.agent_loop.agent_loop")._agent_loop_registry

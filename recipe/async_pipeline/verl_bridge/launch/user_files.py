@@ -36,6 +36,7 @@ OWN_LOOPS = ("agent_session", "environment", "diffusion")
 """Agent loops of this package."""
 MANAGER = "reward.reward_manager"
 REWARD = "reward.custom_reward_function"
+OURS = f"{PACKAGE}recipe.async_pipeline."
 IMPORT_S = 60.0
 """Time for a reward function's file. A slower one is left to the workers."""
 _LOAD = """
@@ -84,22 +85,29 @@ def _faults_of_reward(config: Mapping[str, Any]) -> Iterator[InputFault]:
             f"{REWARD}.path={path}, which is not on this machine",
         )
         return
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LOAD, user_modules.__file__, path, name],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return
-    if done.returncode:
-        *_, last = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
+    if last := _failure(path, name):
         problem = f"{REWARD}: {name} of {path} cannot be loaded ({last[:300]}); correct path and name"
         missing = last.startswith("ModuleNotFoundError")
         yield InputFault(problem, f"{REWARD}.path={path}: {last} on this machine" if missing else "")
+
+
+def _failure(path: str, name: str) -> str:
+    """Return the last line of the error with which a function's file cannot be loaded, or nothing."""
+    if path.startswith(OURS):  # another process would import this package again
+        try:
+            getattr(importlib.import_module(path.removeprefix(PACKAGE)), name)
+        except (ImportError, AttributeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+    command = [sys.executable, "-c", _LOAD, user_modules.__file__, path, name]
+    output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(command, **output, timeout=IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    if not done.returncode:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
 
 
 # Tools.

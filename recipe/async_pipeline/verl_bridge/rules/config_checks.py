@@ -298,9 +298,10 @@ def _require_servable_rank(review: Review) -> None:
 def _require_verls_consent(review: Review) -> None:
     """Raises ConfigError with verl's reason if verl would refuse the config after these checks.
 
-    Without the critic, for which verl loads a model's config, and without the rank of adapters.
+    Without the critic, for which verl loads a model's config, and without the rank of adapters. Changes the
+    review's config: no check comes after this one.
     """
-    config = copy.deepcopy(review.config)
+    config = review.config
     set_pool_sizes(config, review.placement)
     _update(config, {f"{MODEL}.lora.merge": True})
     if reason := light_verl.refusal(config, reference=has_reference(config)):
