@@ -58,6 +58,7 @@ def test_a_missing_file_is_named_and_may_be_elsewhere(key: str) -> None:
     ("key", "value", "line"),
     [
         (LOOP, "tool_agnet", "must be one of .*, got 'tool_agnet' .did you mean 'tool_agent'"),
+        (MANAGER, "batch", "must be .*, set naive, trainer.v1.async_pipeline.reward.batch and .*.timeout_s"),
         (MANAGER, "naiv", "must be one of dapo, .*, got 'naiv' .did you mean 'naive'"),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from ...config.checks.user_classes import find_class
-from ...config.paths import hint, select
+from ...config.paths import OWN, hint, select
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from ..process import user_modules
@@ -211,10 +211,11 @@ def _faults_of_manager(config: Mapping[str, Any]) -> Iterator[InputFault]:
     """Check the name of a reward manager that verl has; others are in a module."""
     name, names = select(config, f"{MANAGER}.name"), sorted(registered_reward_managers())
     if select(config, f"{MANAGER}.source") == "register" and name not in names:
-        yield InputFault(
-            f"{MANAGER}.name must be one of {', '.join(names)}, got {name!r}{hint(str(name), names)}; "
-            "correct it, or set its source and module"
-        )
+        remedy = "correct it, or set its source and module"
+        if name == "batch":  # verl up to 0.8
+            remedy = f"for a function of lists, set naive, {OWN}.reward.batch and {OWN}.reward.timeout_s"
+        near = hint(str(name), names)
+        yield InputFault(f"{MANAGER}.name must be one of {', '.join(names)}, got {name!r}{near}; {remedy}")
 
 
 # Files.
