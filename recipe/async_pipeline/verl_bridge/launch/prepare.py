@@ -33,7 +33,7 @@ from ...config.keys.misplaced import SWITCHES
 from ...config.knobs.schema import AsyncPipelineConfig, is_strategy, plain
 from ...config.paths import OWN, RUNTIME
 from ...console import echo
-from ...errors import AsyncPipelineError, ConfigError
+from ...errors import AsyncPipelineError
 from ...observe.run_directory.run_files import run_of, set_aside_run
 from ...observe.table import MARK
 from .. import replaced
@@ -46,12 +46,10 @@ from ..rules.model_rules import ROLLOUT
 from .command_line import checked_with
 from .engine_contract import check_engine
 from .ray_cluster import choose_cluster, mark_run_dir, require_devices
-from .run_config import ADDRESS, LOCAL
+from .run_config import ADDRESS, LATEST, LOCAL, run_dir_of
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.weights.checkpoint_engine"
-LATEST = "latest"
-"""Name of the link to the run directory that was made last."""
 
 
 def prepare(config: DictConfig, problems: tuple[str, ...] = ()) -> None:
@@ -229,7 +227,7 @@ def _take_folders(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
 
     Returns the absolute path of the run directory. Raises ConfigError if another run has one of the folders.
     """
-    run_dir = _run_dir(config, knobs)
+    run_dir = run_dir_of(config, knobs)
     resolved = cast("dict[str, Any]", OmegaConf.to_container(config.trainer, resolve=True))
     folders = {owner.RUN_DIR: run_dir}
     if saves({"trainer": resolved}):
@@ -247,26 +245,6 @@ def _take_folders(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
 
     _say(f"run directory {run_dir}")
     return run_dir
-
-
-def _run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
-    """Return the run directory. Raises ConfigError if the names of the run would lead to another run's."""
-    if knobs.run_dir:
-        return Path(knobs.run_dir).resolve()
-    names = {name: str(config.trainer[name]) for name in ("project_name", "experiment_name")}
-    for key, name in names.items():
-        parts = name.split("/")
-        if not set(parts).isdisjoint({"", ".", ".."}):
-            raise ConfigError(
-                f"trainer.{key} must name a folder below outputs, got {name!r}; set another name, or "
-                f"{OWN}.run_dir"
-            )
-    if Path(names["experiment_name"]).name == LATEST:
-        raise ConfigError(
-            f"trainer.experiment_name must not be {LATEST}, the link to the newest run, got "
-            f"{names['experiment_name']!r}; set another name"
-        )
-    return Path("outputs", *names.values()).resolve()
 
 
 def _say(text: str) -> None:
