@@ -98,7 +98,7 @@ def test_names_of_a_command_line_need_not_be_ascii() -> None:
 def test_with_either_switch_the_config_is_prepared(calls: list[tuple[Any, ...]], switch: str) -> None:
     asked = config(**{switch: True})
     hooks.prepare(asked)
-    assert calls == [("prepare.prepare", asked)]
+    assert calls == [("prepare.prepare", asked, ())]
 
 
 @pytest.mark.parametrize("values", [{}, {"async_pipeline": False}, {"async_pipeline": None}])

@@ -33,7 +33,7 @@ from ..config.keys.translation import is_enabled, require_no_stray_keys
 from ..config.knobs.schema import is_strategy
 from ..config.paths import OWN, RUNTIME
 from ..console import EXIT_USERS, echo
-from ..errors import AsyncPipelineError
+from ..errors import AsyncPipelineError, ConfigError
 from ..observe.causes import causes
 from ..observe.table import MARK
 
@@ -51,10 +51,7 @@ def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True, switched_
     from .rules.spelling import without_unread
     from .rules.verl_keys import has_key
 
-    try:
-        rewritten, notes = modernised(words, has_key)
-    except AsyncPipelineError as error:
-        _refuse(str(error))
+    rewritten, notes, problems = modernised(words, has_key)
     others = [word for word in argv[1:] if word not in words]
     if of_main_ppo and not others:  # a configuration of the user may read any key
         rewritten, more = without_unread(rewritten)
@@ -62,12 +59,13 @@ def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True, switched_
     argv[1:] = [*others, *map(quote_names, rewritten)]
     for note in notes:
         echo(f"{MARK} {note}")
-    if not of_main_ppo:
-        return
     try:
-        from .launch.command_line import check_command_line
+        if of_main_ppo:
+            from .launch.command_line import check_command_line
 
-        check_command_line(argv[1:])
+            check_command_line(argv[1:], problems)
+        elif problems:
+            raise ConfigError(*problems)
     except AsyncPipelineError as error:
         _refuse(str(error))
 
@@ -78,11 +76,12 @@ def rewrite_on_import() -> None:
         rewrite_command_line(sys.argv, of_main_ppo=False)
 
 
-def prepare(config: DictConfig) -> None:
+def prepare(config: DictConfig, problems: tuple[str, ...] = ()) -> None:
     """Rewrite a config that enables the pipeline so that verl runs it; leave other configs unchanged.
 
-    Exits with status 2 and one line on standard error if the config cannot run, if it sets a key of this
-    package without the switch, or if it has the switch and this package cannot be imported.
+    `problems` are known already, one line each. Exits with status 2 and one line on standard error for each
+    problem if the config cannot run, if it sets a key of this package without the switch, or if it has the
+    switch and this package cannot be imported.
     """
     try:
         raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
@@ -99,7 +98,7 @@ def prepare(config: DictConfig) -> None:
             f"async_pipeline=True, but recipe.async_pipeline cannot be imported "
             f"({type(error).__name__}: {error}); reinstall it in this environment, then retry"
         )
-    launch.prepare(config)
+    launch.prepare(config, problems)
 
 
 def wait_for(running: Any, config: DictConfig) -> None:

@@ -18,7 +18,6 @@ from recipe.async_pipeline.config.keys.entry_points import (
 )
 from recipe.async_pipeline.config.keys.translation import resolve
 from recipe.async_pipeline.config.paths import OWN, nested
-from recipe.async_pipeline.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
@@ -109,21 +108,25 @@ def test_every_problem_is_named_at_once() -> None:
             "async_training.fancy.deep": 2,
         }
     )
-    with pytest.raises(ConfigError) as error:
-        rewritten(raw, FULLY_ASYNC)
-    for part in (
-        "rollout.nnodes must be a number >= 1, got 0",
-        "total_rollout_steps must be at least the 64 prompts of a step, got 10",
-        "use_dynamic_resource_scheduling must be False",
-        "rollout.fancy is not supported",
-        "async_training.fancy.deep is not supported",
+    found = rewritten(raw, FULLY_ASYNC)
+    assert {"rollout", "async_training.fancy"} <= {*found.removed}, "no later check sees them"
+    for part, problem in zip(
+        (
+            "rollout.nnodes must be a number >= 1, got 0",
+            "total_rollout_steps must be at least the 64 prompts of a step, got 10",
+            "use_dynamic_resource_scheduling must be False",
+            "rollout.fancy is not supported",
+            "async_training.fancy.deep is not supported",
+        ),
+        found.problems,
+        strict=True,
     ):
-        assert part in str(error.value)
+        assert part in problem
 
 
 def test_the_size_of_a_step_is_needed() -> None:
-    with pytest.raises(ConfigError, match="needs the size of a step"):
-        rewritten(nested({"rollout.total_rollout_steps": 10}), FULLY_ASYNC)
+    (problem,) = rewritten(nested({"rollout.total_rollout_steps": 10}), FULLY_ASYNC).problems
+    assert "needs the size of a step" in problem
 
 
 def test_one_step_off_and_dapo() -> None:
@@ -134,8 +137,8 @@ def test_one_step_off_and_dapo() -> None:
         f"{ROLLOUT}.n_gpus_per_node": 8,
     }
     assert rewritten(nested({"data.gen_batch_size": 96}), DAPO).values == {"data.gen_batch_size": None}
-    with pytest.raises(ConfigError, match="rollout.nnodes is not supported"):
-        rewritten(nested({"rollout.nnodes": 1}), DAPO)
+    (problem,) = rewritten(nested({"rollout.nnodes": 1}), DAPO).problems
+    assert "rollout.nnodes is not supported" in problem
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ CASES = yaml.safe_load((Path(__file__).parent / "older_verl.yaml").read_text(enc
 
 @pytest.mark.parametrize(("word", "becomes"), CASES["words"])
 def test_a_word_is_rewritten_with_a_note(word: str, becomes: list[str]) -> None:
-    found, notes = modernised([word])
+    found, notes, _ = modernised([word])
     assert found == becomes
     assert len(notes) == 1 and word.partition("=")[0].lstrip("+") in notes[0]
 
 
 @pytest.mark.parametrize("path", [path for path, moved in MOVED.items() if not moved.now])
 def test_a_key_that_is_left_out_is_named_with_the_reason(path: str) -> None:
-    found, (note,) = modernised([f"{path}=True"])
+    found, (note,), _ = modernised([f"{path}=True"])
     assert found == [] and note == f"ignored: {path}=True, because {MOVED[path].why}" and MOVED[path].why
 
 
@@ -51,19 +51,21 @@ def test_every_note_says_something() -> None:
     ],
 )
 def test_other_words_remain(word: str) -> None:
-    assert modernised([word]) == ([word], ())
+    assert modernised([word]) == ([word], (), ())
 
 
 def test_a_key_that_this_verl_has_needs_no_plus() -> None:
     words = ["+data.seed=1", "++data.seed=1", "+data.other=1"]
-    found, notes = modernised(words, lambda path: path == "data.seed")
+    found, notes, _ = modernised(words, lambda path: path == "data.seed")
     assert found == ["data.seed=1", "++data.seed=1", "+data.other=1"]
     assert notes == ("+data.seed -> data.seed, which this verl has",)
 
 
 @pytest.mark.parametrize("value", ["dapo", "'dapo'", "DAPO"])
 def test_an_old_key_with_the_value_of_the_present_one_is_left_out(value: str) -> None:
-    found, (note,) = modernised(["reward_model.reward_manager=dapo", f"reward.reward_manager.name={value}"])
+    found, (note,), _ = modernised(
+        ["reward_model.reward_manager=dapo", f"reward.reward_manager.name={value}"]
+    )
     assert found == [f"reward.reward_manager.name={value}"]
     assert note.startswith("ignored: reward_model.reward_manager=dapo, because reward.reward_manager.name is")
 
@@ -71,13 +73,23 @@ def test_an_old_key_with_the_value_of_the_present_one_is_left_out(value: str) ->
 def test_an_old_key_that_contradicts_the_present_one_is_refused() -> None:
     words = ["custom_reward_function.path=a.py", "reward.custom_reward_function.path=b.py"]
     more = ["reward_model.reward_manager=dapo", "reward.reward_manager.name=naive"]
-    with pytest.raises(ConfigError) as refused:
-        modernised([*words, *more])
-    first, second = refused.value.problems
+    found, notes, (first, second) = modernised([*words, *more])
+    assert found == [words[1], more[1]] and not notes
     assert first.startswith(
         "custom_reward_function.path is an old name of reward.custom_reward_function.path"
     )
     assert first.endswith("got a.py and b.py; keep one of them") and "got dapo and naive" in second
+
+
+def test_old_keys_of_one_present_key_that_disagree_are_refused() -> None:
+    words = ["reward_model.reward_manager=naive", "reward_model.reward_loop_class_name=Mine"]
+    found, _, (problem,) = modernised(words)
+    assert found == ["reward.reward_manager.name=naive"]
+    assert problem == (
+        "reward_model.reward_loop_class_name and reward_model.reward_manager are old names of "
+        "reward.reward_manager.name, got Mine and naive; keep one of them"
+    )
+    assert not modernised([words[0], words[0].replace("naive", "dapo")]).problems, "hydra takes the last"
 
 
 def test_the_engine_of_a_section_gives_way_to_the_strategy() -> None:
@@ -91,14 +103,14 @@ def test_the_engine_of_a_section_gives_way_to_the_strategy() -> None:
 )
 def test_weights_of_an_older_verl_keep_their_level(level: str, applied: str, becomes: str) -> None:
     words = [f"+algorithm.rollout_is={applied}", f"+algorithm.rollout_is_level={level}"]
-    found, notes = modernised([*words, "+algorithm.rollout_is_mode=truncate"])
+    found, notes, _ = modernised([*words, "+algorithm.rollout_is_mode=truncate"])
     assert found == [f"{CORRECTION}.rollout_is={becomes}"]
     assert f"rollout_is_level={level}, because {CORRECTION}.rollout_is has the level" in notes[1]
 
 
 @pytest.mark.parametrize("word", ["level=geometric", "mode=mask", "veto_threshold=1e-4"])
 def test_a_correction_that_verl_no_longer_has_is_refused(word: str) -> None:
-    (found,), notes = modernised([f"+algorithm.rollout_is_{word}"])
+    (found,), notes, _ = modernised([f"+algorithm.rollout_is_{word}"])
     assert found == f"++algorithm.rollout_is_{word}" and len(notes) == 1
     path, _, value = found.removeprefix("++").partition("=")
     with pytest.raises(ConfigError, match=f"^{path} must be None, got '{value}'; leave it out; today"):
@@ -107,7 +119,7 @@ def test_a_correction_that_verl_no_longer_has_is_refused(word: str) -> None:
 
 def test_a_chosen_strategy_stays_with_a_trainer_of_verl() -> None:
     words = ["trainer.v1.trainer_mode=colocate_async", "+async_strategy=one_step_off"]
-    found, (note,) = modernised(words)
+    found, (note,), _ = modernised(words)
     assert found == ["+async_strategy=one_step_off"] and "the chosen strategy" in note
 
 

@@ -220,6 +220,20 @@ def test_all_problems_are_listed_in_one_call(capsys: pytest.CaptureFixture[str])
     assert listed[3].startswith("  4. actor_rollout_ref.model.lora.rank must be 0 or")
 
 
+def test_problems_of_other_entry_points_and_of_old_keys_are_listed_with_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    section = ["rollout.nnodes=1", "rollout.n_gpus_per_node=4", "+rollout.fancy=1", "+async_training.old=2"]
+    section += ["async_training.use_dynamic_resource_scheduling=True", "data.train_batch_size=0"]
+    old = ["reward_model.reward_manager=dapo", "reward.reward_manager.name=naive"]
+    assert main(of_verl(*section, *old, "trainer.val_only=True", "data.nothing=1")) == 2
+    listed = capsys.readouterr().err.partition("6 problems:\n")[2].splitlines()
+    starts = ("data.nothing is", "async_training.use_dynamic_resource_scheduling must", "rollout.fancy is")
+    starts += ("async_training.old is", "reward_model.reward_manager is an old", "trainer.val_only must")
+    for number, (line, start) in enumerate(zip(listed, starts, strict=True), 1):
+        assert line.startswith(f"  {number}. {start}")
+
+
 def test_a_key_without_a_value_is_no_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
     """verl's configuration leaves the engine's name to the user."""
     assert main(["explain", "actor_rollout_ref.rollout.name=vllm", "data.nothing=1"]) == 2

@@ -35,11 +35,19 @@ def test_all_unknown_keys_are_named_with_what_else_is_wrong(module: ModuleType) 
 
 
 def test_the_entry_point_ends_with_them(capsys: pytest.CaptureFixture[str]) -> None:
+    contradiction = ["reward_model.reward_manager=dapo", "reward.reward_manager.name=naive"]
     with pytest.raises(SystemExit) as ended:
-        hooks.rewrite_command_line(["main_ppo.py", *SMOKE, *UNKNOWN])
+        hooks.rewrite_command_line(["main_ppo.py", *SMOKE, *UNKNOWN, *contradiction])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert "  2. trainer.nodes is not a key" in error and "  3. data.unheard is not a key" in error
+    assert "  4. reward_model.reward_manager is an old name of reward.reward_manager.name" in error
+
+
+def test_a_contradiction_is_named_although_hydra_refuses_the_rest(module: ModuleType) -> None:
+    for arguments in (["--multirun", "data.seed=1,2"], ["--config-name=nowhere"]):
+        with pytest.raises(ConfigError, match="^an old key$"):
+            module.check_command_line(arguments, ("an old key",))
 
 
 @pytest.mark.parametrize(

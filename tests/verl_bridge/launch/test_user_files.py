@@ -58,6 +58,7 @@ def test_a_missing_file_is_named_and_may_be_elsewhere(key: str) -> None:
     ("key", "value", "line"),
     [
         (LOOP, "tool_agnet", "must be one of .*, got 'tool_agnet' .did you mean 'tool_agent'"),
+        (MANAGER, "batch", "must be .*, set naive, trainer.v1.async_pipeline.reward.batch and .*.timeout_s"),
         (MANAGER, "naiv", "must be one of dapo, .*, got 'naiv' .did you mean 'naive'"),
     ],
 )
@@ -134,6 +135,20 @@ def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:
     file = write("score.py", "import no_such_package\n")
     (fault,) = faults_of_user_files(nested({**GIVEN, **named, f"{REWARD}.path": file}))
     assert fault.absent.startswith(f"{REWARD}.path={file}: ") and "no_such_package" in fault.absent
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "reason"),
+    [
+        ("reward", "compute_score", ""),
+        ("reward", "points", "has no attribute 'points'"),
+        ("rewrad", "compute_score", "No module named 'recipe.async_pipeline.lab.tasks.rewrad'"),
+    ],
+)
+def test_a_reward_function_of_this_package(module: str, name: str, reason: str) -> None:
+    path = f"pkg://recipe.async_pipeline.lab.tasks.{module}"
+    found = problems({f"{REWARD}.path": path, f"{REWARD}.name": name})
+    assert [reason in problem for problem in found] == ([True] if reason else [])
 
 
 @pytest.mark.real_engine

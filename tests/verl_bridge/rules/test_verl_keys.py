@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ from recipe.async_pipeline.config.keys.overrides import explain_complaint
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.verl_bridge.rules import verl_keys
 from recipe.async_pipeline.verl_bridge.rules.verl_keys import is_read, near_key
+
+
+@pytest.fixture(autouse=True)
+def unread() -> Iterator[None]:
+    """Read verl's files again, before and after each test."""
+    verl_keys.verl_trees.cache_clear()
+    yield
+    verl_keys.verl_trees.cache_clear()
 
 
 @pytest.fixture

@@ -68,13 +68,12 @@ class Rewritten(NamedTuple):
     """Keys and sections that main_ppo does not have."""
     notes: tuple[str, ...]
     """One line for each key."""
+    problems: tuple[str, ...] = ()
+    """One line for each wrong value, and for each key that has no meaning here; they are removed, too."""
 
 
 def rewritten(raw: Document, entry: EntryPoint) -> Rewritten:
-    """Translate a configuration of an entry point.
-
-    Raises ConfigError that names every wrong value and every key that has no meaning here.
-    """
+    """Translate a configuration of an entry point."""
     chosen = _has_chosen(raw)
     values = {} if chosen else dict(entry.sets)
     notes = [f"{entry.module} -> {path}={value}" for path, value in values.items()]
@@ -97,11 +96,11 @@ def rewritten(raw: Document, entry: EntryPoint) -> Rewritten:
         if outcome.overrides or (value != key.default and not key.stays):
             notes.append(f"{key.path}={value} -> {outcome.describe()}")
 
-    problems += [f"{path} is not supported; leave it out" for path in _unknown(raw, entry)]
-    if problems:
-        raise ConfigError("; ".join(problems))
+    unknown = _unknown(raw, entry)
+    problems += [f"{path} is not supported; leave it out" for path in unknown]
+    removed += [".".join(path.split(".")[:2]) for path in unknown]
     removed += [section for section in ("rollout", ASYNC) if _is_empty_without(raw, section, removed)]
-    return Rewritten(values, tuple(removed), tuple(notes))
+    return Rewritten(values, tuple(removed), tuple(notes), tuple(problems))
 
 
 def _has_chosen(raw: Document) -> bool:

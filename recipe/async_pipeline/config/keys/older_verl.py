@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ...errors import ConfigError
 from ..checks.refusals import Refusal
 from ..checks.rollout_correction import IS_LEVELS, correcting_loss
 from ..derived.adapters import MODEL, publishes_adapters
@@ -44,6 +43,16 @@ class Moved(NamedTuple):
     """Returns what a value becomes: None if the word remains, for other checks to refuse it; nothing if it is
     left out.
     """
+
+
+class Modernised(NamedTuple):
+    """A command line as this verl understands it."""
+
+    words: list[str]
+    notes: tuple[str, ...]
+    """One line for each word that changed."""
+    problems: tuple[str, ...]
+    """One line for each old key whose value is not the one of the present key; the words lack the old key."""
 
 
 def _gone(why: str) -> Moved:
@@ -208,18 +217,15 @@ rewrites.
 """
 
 
-def modernised(
-    overrides: Iterable[str], has: Callable[[str], bool] = lambda path: False
-) -> tuple[list[str], tuple[str, ...]]:
-    """Return a command line as this verl understands it, and a note on each word that changed.
+def modernised(overrides: Iterable[str], has: Callable[[str], bool] = lambda path: False) -> Modernised:
+    """Rewrite a command line for this verl.
 
     `has` says whether verl's configuration has a key, so that a `+` before it is left out.
-
-    Raises ConfigError if an old key and the present one have different values.
     """
     words = [*_with_level(overrides)]
     given = {_key(word): word.partition("=")[2] for word in words}
     found, notes, problems = [], list[str](), list[str]()
+    old: dict[str, str] = {}
     for word in words:
         key, (path, moved) = _key(word), _moved(_key(word))
         value = word.partition("=")[2]
@@ -239,15 +245,19 @@ def modernised(
                     f"{key} is an old name of {present}, which is set, too, got {value} and "
                     f"{given[present]}; keep one of them"
                 )
+                continue
             notes.append(f"ignored: {key}={value}, because {present} is set, too")
+        elif becomes is not None and not _same(given[old.setdefault(present, key)], given[key]):
+            problems.append(
+                f"{key} and {old[present]} are old names of {present}, got {value} and "
+                f"{given[old[present]]}; keep one of them"
+            )
         elif becomes is not None:
             why = f": {moved.why}" if moved.why else ""
             notes.append(f"{key}={value} -> {present}={becomes}{why}")
             rest.append(f"{now}={becomes}")
         found += rest
-    if problems:
-        raise ConfigError(*problems)
-    return _trainer(found, notes), tuple(notes)
+    return Modernised(_trainer(found, notes), tuple(notes), tuple(problems))
 
 
 def _with_level(words: Iterable[str]) -> Iterator[str]:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     entry = entry_of_command(args.config_name, args.overrides)
-    args.overrides, moved = modernised(args.overrides, has_key)
+    args.overrides, moved, wrong = modernised(args.overrides, has_key)
     if entry is not None:
         args.config_path, args.config_name, args.overrides = _of_entry_point(entry, args)
     elif args.config_path is not None and not args.config_path.is_dir():
@@ -79,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
         args.overrides, more = without_unread(args.overrides)
         moved = (*moved, *more)
     overrides = [quote_names(word) for word in args.overrides]
-    config, problems = composed(args.config_path, args.config_name, overrides)
+    try:
+        config, problems = composed(args.config_path, args.config_name, overrides)
+    except ConfigError as error:
+        raise ConfigError(*error.problems, *wrong) from None
     if all(OmegaConf.select(config, path) is None for path in SWITCHES):
         # `explain` implies the switch: the plan is about the pipeline.
         overrides = ["+async_pipeline=True", *overrides]
@@ -87,12 +90,14 @@ def run(args: argparse.Namespace) -> int:
 
     rewriting: tuple[str, ...] = ()
     if entry is not None:
+        translated, unsupported = apply_entry_point(config, entry)
         rewriting = (
             f"start it as before, python -m {entry.module}, and add +async_pipeline=True",
-            *apply_entry_point(config, entry),
+            *translated,
         )
+        problems += unsupported
     rewriting = (*rewriting, *moved)
-    found = _checked_elsewhere(problems, config, rewriting)
+    found = _checked_elsewhere((*problems, *wrong), config, rewriting)
     notes = (*rewriting, *found.translation.notes, *set_verls_keys(config, found, overrides))
     warning = check_engine(config, found.translation.config.engine_check)
     notes = (*notes, *(f"not checked: {one}" for one in found.unchecked))
@@ -110,8 +115,7 @@ def run(args: argparse.Namespace) -> int:
     if args.as_json:
         echo(json.dumps(as_json(plan) | {"notes": list(notes)}, indent=2))
         return 0
-    for line in (*notes, *describe_plan(plan)):
-        echo(line)
+    echo("\n".join((*notes, *describe_plan(plan))))
     return 0
 
 

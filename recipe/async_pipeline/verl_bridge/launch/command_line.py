@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,29 @@ from ..rules.spelling import takes_no
 from ..rules.verl_keys import is_read, near_key
 
 
-def check_command_line(arguments: Sequence[str]) -> None:
-    """Check the command line of verl's main_ppo before hydra reads it.
+def check_command_line(arguments: Sequence[str], problems: tuple[str, ...] = ()) -> None:
+    """Check the command line of verl's main_ppo, which has `problems` already, before hydra reads it.
 
     Raises ConfigError if an override cannot be parsed, for which hydra may print a traceback, or with all
-    problems of the run if a key is unknown; all else is left to hydra.
+    problems of the run if there are any of the command line; all else is left to hydra.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", type=Path)
     parser.add_argument("--config-name", "-cn", default="ppo_trainer")
     parser.add_argument("overrides", nargs="*")
     given, others = parser.parse_known_args(arguments)
-    if others:
-        return
-    try:
-        OverridesParser.create().parse_overrides(given.overrides)
-    except (HydraException, ValueError) as error:
-        raise _as_config_error(error) from None
-    folder = None if given.config_path is None else of_verls_entry_point(given.config_path)
-    try:
-        config, problems = composed(folder, given.config_name, given.overrides)
-    except ConfigError:
-        return
+    config = None
+    if not others:
+        try:
+            OverridesParser.create().parse_overrides(given.overrides)
+        except (HydraException, ValueError) as error:
+            raise ConfigError(*problems, str(_as_config_error(error))) from None
+        folder = None if given.config_path is None else of_verls_entry_point(given.config_path)
+        with suppress(ConfigError):
+            config, unknown = composed(folder, given.config_name, given.overrides)
+            problems = (*unknown, *problems)
+    if problems and config is None:
+        raise ConfigError(*problems)
     if problems:
         checked_with(problems, config)
 

@@ -53,13 +53,13 @@ def take_over(config: DictConfig, runner: Any) -> Any:
     cls = getattr(runner, "__ray_metadata__", None)
     name = str(getattr(cls, "class_name", None) or getattr(runner, "__name__", runner)).rpartition(".")[2]
     try:
-        if name != OWN_RUNNER:
-            for note in apply_entry_point(config, _known(name)):
-                echo(f"{MARK} {note}")
+        notes, problems = ((), ()) if name == OWN_RUNNER else apply_entry_point(config, _known(name))
     except AsyncPipelineError as error:
         echo(f"{MARK} {error}", file=sys.stderr)
         raise SystemExit(EXIT_USERS) from None
-    hooks.prepare(config)
+    for note in notes:
+        echo(f"{MARK} {note}")
+    hooks.prepare(config, problems)
     return _main_ppos_runner(config)
 
 
@@ -98,15 +98,15 @@ def _known(name: str) -> EntryPoint:
     return entry
 
 
-def apply_entry_point(config: DictConfig, entry: EntryPoint) -> tuple[str, ...]:
-    """Rewrite a configuration of an entry point into one of main_ppo. Returns a line for each key.
+def apply_entry_point(config: DictConfig, entry: EntryPoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Rewrite a configuration of an entry point into one of main_ppo.
 
-    Raises ConfigError if a key has a wrong value or no meaning here.
+    Returns a line for each key, and one for each key that has a wrong value or no meaning here.
     """
     try:
         raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{str(error).splitlines()[0]}; set the value that it refers to") from None
+    except OmegaConfBaseException:
+        return (), ()  # the checks name the value that cannot be resolved
     found = rewritten(raw, entry)
     with open_dict(config):
         for path in found.removed:
@@ -116,7 +116,7 @@ def apply_entry_point(config: DictConfig, entry: EntryPoint) -> tuple[str, ...]:
                 section.pop(name, None)
         for path, value in found.values.items():
             OmegaConf.update(config, path, value, force_add=True)
-    return found.notes
+    return found.notes, found.problems
 
 
 def _main_ppos_runner(config: DictConfig) -> Any:

@@ -269,12 +269,16 @@ def _registered_by(decorator: str, *files: str) -> frozenset[str]:
     return frozenset(
         name
         for file in files or ("trainer/ppo/core_algos.py",)
-        for name in _names_in((find_verl_root() / "verl" / file).read_bytes(), decorator)
+        for name in _names_in(_parsed(find_verl_root() / "verl" / file), decorator)
     )
 
 
-def _names_in(source: bytes, decorator: str) -> Iterator[str]:
-    body = ast.parse(source).body
+@cache
+def _parsed(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_bytes()).body
+
+
+def _names_in(body: list[ast.stmt], decorator: str) -> Iterator[str]:
     values = {
         f"{node.name}.{ast.unparse(line.targets[0])}": ast.literal_eval(line.value)
         for node in body

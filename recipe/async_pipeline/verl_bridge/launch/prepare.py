@@ -33,7 +33,7 @@ from ...config.keys.misplaced import SWITCHES
 from ...config.knobs.schema import AsyncPipelineConfig, is_strategy, plain
 from ...config.paths import OWN, RUNTIME
 from ...console import echo
-from ...errors import AsyncPipelineError, ConfigError
+from ...errors import AsyncPipelineError
 from ...observe.run_directory.run_files import run_of, set_aside_run
 from ...observe.table import MARK
 from .. import replaced
@@ -43,24 +43,24 @@ from ..process.interrupts import end_with_watch
 from ..rules.config_checks import FOREIGN_PATHS, Checked, _update, checked, remove_keys, set_verls_keys
 from ..rules.config_rules import STOCK_LOSS_CONFIG, reward_model_devices
 from ..rules.model_rules import ROLLOUT
+from .command_line import checked_with
 from .engine_contract import check_engine
 from .ray_cluster import choose_cluster, mark_run_dir, require_devices
-from .run_config import ADDRESS, LOCAL
+from .run_config import ADDRESS, LATEST, LOCAL, run_dir_of
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.weights.checkpoint_engine"
-LATEST = "latest"
-"""Name of the link to the run directory that was made last."""
 
 
-def prepare(config: DictConfig) -> None:
+def prepare(config: DictConfig, problems: tuple[str, ...] = ()) -> None:
     """Rewrite a verl config that asks for the pipeline so that it runs; leave other configs unchanged.
 
-    Exits with status 2 and one line on standard error if the config is wrong.
+    Exits with status 2 and a line on standard error for each problem if the config is wrong, or if there are
+    `problems` already.
     """
     end_with_watch()
     with _refusals():
-        _prepare(config)
+        _prepare(config, problems)
     if is_cpu():  # in jobs of stock trainers too
         import_in_workers(str(OmegaConf.select(config, f"{ROLLOUT}.name")))
 
@@ -130,8 +130,8 @@ def start_sample_store(config: DictConfig) -> None:
     atexit.register(tq.close)
 
 
-def _prepare(config: DictConfig) -> None:
-    found = checked(config)
+def _prepare(config: DictConfig, problems: tuple[str, ...]) -> None:
+    found = checked_with(problems, config) if problems else checked(config)
     if found is None:
         return
     _check_engine(config, found)
@@ -227,7 +227,7 @@ def _take_folders(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
 
     Returns the absolute path of the run directory. Raises ConfigError if another run has one of the folders.
     """
-    run_dir = _run_dir(config, knobs)
+    run_dir = run_dir_of(config, knobs)
     resolved = cast("dict[str, Any]", OmegaConf.to_container(config.trainer, resolve=True))
     folders = {owner.RUN_DIR: run_dir}
     if saves({"trainer": resolved}):
@@ -245,26 +245,6 @@ def _take_folders(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
 
     _say(f"run directory {run_dir}")
     return run_dir
-
-
-def _run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
-    """Return the run directory. Raises ConfigError if the names of the run would lead to another run's."""
-    if knobs.run_dir:
-        return Path(knobs.run_dir).resolve()
-    names = {name: str(config.trainer[name]) for name in ("project_name", "experiment_name")}
-    for key, name in names.items():
-        parts = name.split("/")
-        if not set(parts).isdisjoint({"", ".", ".."}):
-            raise ConfigError(
-                f"trainer.{key} must name a folder below outputs, got {name!r}; set another name, or "
-                f"{OWN}.run_dir"
-            )
-    if Path(names["experiment_name"]).name == LATEST:
-        raise ConfigError(
-            f"trainer.experiment_name must not be {LATEST}, the link to the newest run, got "
-            f"{names['experiment_name']!r}; set another name"
-        )
-    return Path("outputs", *names.values()).resolve()
 
 
 def _say(text: str) -> None:

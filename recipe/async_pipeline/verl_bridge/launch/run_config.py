@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +23,8 @@ INIT = "ray_kwargs.ray_init"
 ADDRESS = f"{INIT}.address"
 VARIABLE = "RAY_ADDRESS"
 LOCAL, AUTO = "local", "auto"
+LATEST = "latest"
+"""Name of the link to the run directory that was made last."""
 
 
 def knobs_of(config: DictConfig) -> AsyncPipelineConfig:
@@ -71,6 +74,26 @@ def notes_on_machine(
         if not planning:
             raise
         return tuple(f"WARNING: on this machine {problem}" for problem in error.problems)
+
+
+def run_dir_of(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
+    """Return the run directory. Raises ConfigError if the names of the run would lead to another run's."""
+    if knobs.run_dir:
+        return Path(knobs.run_dir).resolve()
+    names = {name: str(config.trainer[name]) for name in ("project_name", "experiment_name")}
+    for key, name in names.items():
+        parts = name.split("/")
+        if not set(parts).isdisjoint({"", ".", ".."}):
+            raise ConfigError(
+                f"trainer.{key} must name a folder below outputs, got {name!r}; set another name, or "
+                f"{OWN}.run_dir"
+            )
+    if Path(names["experiment_name"]).name == LATEST:
+        raise ConfigError(
+            f"trainer.experiment_name must not be {LATEST}, the link to the newest run, got "
+            f"{names['experiment_name']!r}; set another name"
+        )
+    return Path("outputs", *names.values()).resolve()
 
 
 class ReadOnce:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from ...config.checks.user_classes import find_class
-from ...config.paths import hint, select
+from ...config.paths import OWN, hint, select
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from ..process import user_modules
@@ -36,6 +36,7 @@ OWN_LOOPS = ("agent_session", "environment", "diffusion")
 """Agent loops of this package."""
 MANAGER = "reward.reward_manager"
 REWARD = "reward.custom_reward_function"
+OURS = f"{PACKAGE}recipe.async_pipeline."
 IMPORT_S = 60.0
 """Time for a reward function's file. A slower one is left to the workers."""
 _LOAD = """
@@ -84,22 +85,29 @@ def _faults_of_reward(config: Mapping[str, Any]) -> Iterator[InputFault]:
             f"{REWARD}.path={path}, which is not on this machine",
         )
         return
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LOAD, user_modules.__file__, path, name],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return
-    if done.returncode:
-        *_, last = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
+    if last := _failure(path, name):
         problem = f"{REWARD}: {name} of {path} cannot be loaded ({last[:300]}); correct path and name"
         missing = last.startswith("ModuleNotFoundError")
         yield InputFault(problem, f"{REWARD}.path={path}: {last} on this machine" if missing else "")
+
+
+def _failure(path: str, name: str) -> str:
+    """Return the last line of the error with which a function's file cannot be loaded, or nothing."""
+    if path.startswith(OURS):  # another process would import this package again
+        try:
+            getattr(importlib.import_module(path.removeprefix(PACKAGE)), name)
+        except (ImportError, AttributeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+    command = [sys.executable, "-c", _LOAD, user_modules.__file__, path, name]
+    output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(command, **output, timeout=IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    if not done.returncode:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
 
 
 # Tools.
@@ -203,10 +211,11 @@ def _faults_of_manager(config: Mapping[str, Any]) -> Iterator[InputFault]:
     """Check the name of a reward manager that verl has; others are in a module."""
     name, names = select(config, f"{MANAGER}.name"), sorted(registered_reward_managers())
     if select(config, f"{MANAGER}.source") == "register" and name not in names:
-        yield InputFault(
-            f"{MANAGER}.name must be one of {', '.join(names)}, got {name!r}{hint(str(name), names)}; "
-            "correct it, or set its source and module"
-        )
+        remedy = "correct it, or set its source and module"
+        if name == "batch":  # verl up to 0.8
+            remedy = f"for a function of lists, set naive, {OWN}.reward.batch and {OWN}.reward.timeout_s"
+        near = hint(str(name), names)
+        yield InputFault(f"{MANAGER}.name must be one of {', '.join(names)}, got {name!r}{near}; {remedy}")
 
 
 # Files.

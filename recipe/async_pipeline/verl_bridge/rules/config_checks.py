@@ -27,14 +27,14 @@ from ...config.keys.translation import Translation, is_enabled, require_no_stray
 from ...config.keys.without_effect import profiling_off
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import MODE, OWN, PATCH_FREE, select
-from ...config.placement import POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
+from ...config.placement import POOLS, RATIOS, TASK_RATIOS, TASKS, Placement, placement_of, proximal_policy
 from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched
 from ...installed.verl import find_verl_root
 from .. import replaced
 from ..launch import light_verl
 from ..launch.inputs import faults
-from ..launch.run_config import address_to_join, notes_on_machine
+from ..launch.run_config import address_to_join, notes_on_machine, run_dir_of
 from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
 from .config_rules import (
@@ -55,8 +55,10 @@ from .spelling import check_spelling
 from .verl_keys import keys_without_effect
 
 FOREIGN_PATHS = tuple(key.path for key in FOREIGN)
-DECISIVE = (POOLS, RATIOS, TASK_RATIOS, f"{OWN}.agentic", *FILES_OF)
-"""Keys without which later checks would refuse what is right."""
+LAYOUTS = (POOLS, RATIOS, TASKS, TASK_RATIOS)
+"""Keys without which checks of the placement would refuse what is right."""
+DECISIVE = (f"{OWN}.agentic", *FILES_OF)
+"""Keys without which any later check would."""
 
 
 class Checked(NamedTuple):
@@ -81,6 +83,8 @@ class Review:
     absent: list[str] | None = None
     """See `checked`."""
     unchecked: list[str] = field(default_factory=list)
+    placed: bool = True
+    """Whether the keys that place the stages are right."""
     translation: Translation = field(init=False)
     resolved: Mapping[str, Any] = field(init=False)
     placement: Placement = field(init=False)
@@ -136,11 +140,13 @@ def _translate(review: Review) -> None:
         try:
             found = resolve(review.raw)
         except ConfigError as error:
-            wrong = [problem.partition(" ")[0] for problem in error.problems]
+            wrong = [_key_of(problem) for problem in error.problems]
             stuck = not set(problems).isdisjoint(error.problems)
             problems += [] if stuck else error.problems
             if stuck or any(path.startswith(DECISIVE) or select(review.raw, path) is None for path in wrong):
                 raise ConfigError(*problems) from None
+            if any(path.startswith(LAYOUTS) for path in wrong):
+                review.placed, wrong = False, [*wrong, *LAYOUTS]
             with open_dict(review.config):
                 remove_keys(review.config, wrong)
             review.raw = cast("dict[str, Any]", OmegaConf.to_container(review.config, resolve=False))
@@ -172,6 +178,8 @@ def _check_resume(review: Review) -> None:
 
 def _place(review: Review) -> None:
     """Raises ConfigError if the stages do not fit the devices."""
+    if not review.placed:
+        return
     layout = next((path for path in (RATIOS, TASK_RATIOS) if select(review.raw, path) is not None), POOLS)
     roles = placed_roles(review.config, bypass=review.bypass)
     review.placement = placement_of(review.resolved, review.knobs.pools, roles, layout)
@@ -298,9 +306,10 @@ def _require_servable_rank(review: Review) -> None:
 def _require_verls_consent(review: Review) -> None:
     """Raises ConfigError with verl's reason if verl would refuse the config after these checks.
 
-    Without the critic, for which verl loads a model's config, and without the rank of adapters.
+    Without the critic, for which verl loads a model's config, and without the rank of adapters. Changes the
+    review's config: no check comes after this one.
     """
-    config = copy.deepcopy(review.config)
+    config = review.config
     set_pool_sizes(config, review.placement)
     _update(config, {f"{MODEL}.lora.merge": True})
     if reason := light_verl.refusal(config, reference=has_reference(config)):
@@ -369,6 +378,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_check_resume),
     Check(lambda review: check_types(review.resolved), needs="resolved"),
     Check(_require_inputs, needs="resolved"),
+    Check(lambda review: run_dir_of(review.config, review.knobs)),
     Check(_place, needs="resolved"),
     Check(_choose_old_logp, needs="placement"),
     Check(lambda review: check_devices(review.config, review.placement, review.knobs), needs="placement"),
@@ -380,6 +390,11 @@ CHECKS: tuple[Check, ...] = (
 """All checks, the most fundamental first; a wrong config gets the messages of all that fail."""
 
 
+def _key_of(problem: str) -> str:
+    """Return the key with which a problem begins, as `KEY must be …` or `KEY=VALUE requires …`."""
+    return problem.partition(" ")[0].partition("=")[0]
+
+
 def _problems(review: Review) -> Iterator[str]:
     """Run the checks; yield one line for each problem; the first check that refuses a key decides."""
     keys: set[str] = set()
@@ -389,9 +404,9 @@ def _problems(review: Review) -> Iterator[str]:
         try:
             check.run(review)
         except ConfigError as error:
-            new = [problem for problem in error.problems if problem.partition(" ")[0] not in keys]
+            new = [problem for problem in error.problems if _key_of(problem) not in keys]
             yield from dict.fromkeys(new)
-            keys.update(problem.partition(" ")[0] for problem in new)
+            keys.update(map(_key_of, new))
             if check.stops and not hasattr(review, check.finds):
                 return
         except (*UNREADABLE, OmegaConfBaseException):

@@ -22,15 +22,13 @@ def has_key(path: str) -> bool:
     return any(has(tree, path) for tree in verl_trees().values())
 
 
+@cache
 def verl_trees() -> Mapping[str, Mapping[str, Any]]:
     """Return verl's composed configurations by the names of their files; nothing if verl is not there."""
     try:
-        return _trees_below(find_verl_root())
+        return keys_of_tree(find_verl_root())
     except PatchError:
         return {}
-
-
-_trees_below = cache(keys_of_tree)
 
 
 def keys_without_effect(raw: Mapping[str, Any]) -> Iterator[str]:
