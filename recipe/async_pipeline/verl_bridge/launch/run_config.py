@@ -40,7 +40,7 @@ def open_requests_of(config: DictConfig) -> OpenRequests:
         engine_slots=rollout.max_num_seqs * rollout.data_parallel_size,
         workers=rollout.agent.num_workers,
         groups_per_step=config.data.train_batch_size,
-        answers_per_group=rollout.n + knobs.agentic.redundancy,
+        responses_per_group=rollout.n + knobs.agentic.redundancy,
     )
 
 
