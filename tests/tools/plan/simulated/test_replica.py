@@ -9,14 +9,14 @@ import math
 import pytest
 
 from recipe.async_pipeline.tools.plan.simulated.draws import ResponseCost
-from recipe.async_pipeline.tools.plan.simulated.replica import Replica, Response, SimulatedGroup
+from recipe.async_pipeline.tools.plan.simulated.replica import Replica, SimulatedGroup, SimulatedResponse
 
 ONE_SLOT = (0.0, 1.0)
 """Seconds of a step with no response, and with one."""
 
 
-def responses(*tokens: int) -> list[Response]:
-    async def make() -> list[Response]:
+def responses(*tokens: int) -> list[SimulatedResponse]:
+    async def make() -> list[SimulatedResponse]:
         return SimulatedGroup([ResponseCost(0.0, (n,), (), 0.0, n) for n in tokens]).responses
 
     return asyncio.run(make())
@@ -67,15 +67,15 @@ def test_a_response_records_the_version_that_wrote_its_first_token() -> None:
     assert response.first == 4
 
 
-def turns(*tokens: int) -> Response:
-    async def make() -> Response:
+def turns(*tokens: int) -> SimulatedResponse:
+    async def make() -> SimulatedResponse:
         waits = (0.0,) * (len(tokens) - 1)
         return SimulatedGroup([ResponseCost(0.0, tokens, waits, 0.0, sum(tokens))]).responses[0]
 
     return asyncio.run(make())
 
 
-def finish_turn(replica: Replica, response: Response, now: float) -> None:
+def finish_turn(replica: Replica, response: SimulatedResponse, now: float) -> None:
     """Finish a turn as the pool of replicas does."""
     assert replica.finished(now) == [response]
     response.written += response.cost.turn_tokens[response.turn]

@@ -35,7 +35,7 @@ class Served(NamedTuple):
     """As `core.groups.items.Trajectory.spans`, without the tokens of tools."""
 
 
-class Response:
+class SimulatedResponse:
     """One response in progress."""
 
     __slots__ = (
@@ -68,7 +68,7 @@ class SimulatedGroup:
     __slots__ = ("responses", "done", "left", "scored_at")
 
     def __init__(self, costs: Sequence[ResponseCost]) -> None:
-        self.responses = [Response(self, i, cost) for i, cost in enumerate(costs)]
+        self.responses = [SimulatedResponse(self, i, cost) for i, cost in enumerate(costs)]
         self.left = len(self.responses)
         self.scored_at = 0.0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -101,10 +101,10 @@ class Replica:
         """`step_s[c]`: seconds of a step with c responses; its length limits how many run."""
         self.index, self.step_s, self._slots = index, step_s, len(step_s) - 1
         self.steps = self.at = self.frozen_until = 0.0
-        self.heap: list[tuple[float, int, Response]] = []
+        self.heap: list[tuple[float, int, SimulatedResponse]] = []
         """Running responses by the virtual time at which they finish."""
         self._order = count()
-        self.queue: deque[tuple[float, Response]] = deque()
+        self.queue: deque[tuple[float, SimulatedResponse]] = deque()
         """Waiting responses, each with its seconds of reading."""
         self.running = self.open = self.place = 0
         self.open_s = self.open_since = 0.0
@@ -136,7 +136,7 @@ class Replica:
                 written = response.written + response.cost.turn_tokens[response.turn] - left
                 response.spans.append((version, written))
 
-    def begin(self, now: float, response: Response, read_s: float) -> None:
+    def begin(self, now: float, response: SimulatedResponse, read_s: float) -> None:
         """Start a turn, or queue it if all slots are taken."""
         # As `pass_to` and `_admit`, written out: every turn of a simulation comes here.
         frozen = self.frozen_until
@@ -159,7 +159,7 @@ class Replica:
             self.heap, (self.steps + response.cost.turn_tokens[response.turn], next(self._order), response)
         )
 
-    def finished(self, now: float) -> list[Response]:
+    def finished(self, now: float) -> list[SimulatedResponse]:
         """Remove and return the responses whose turn is finished; queued ones take their slots."""
         # As `pass_to` and `next_at`, written out: this is the innermost loop of a simulation.
         since = self.frozen_until
@@ -173,7 +173,7 @@ class Replica:
             since = now
 
         heap, by = self.heap, now + TICK_S
-        done: list[Response] = []
+        done: list[SimulatedResponse] = []
         while heap:
             end, _, response = heap[0]
             if response.dead:
@@ -202,7 +202,7 @@ class Replica:
         since = self.frozen_until if self.frozen_until > now else now
         return since + (heap[0][0] - self.steps) * self.step_s[self.running]
 
-    def forget(self, now: float, response: Response) -> None:
+    def forget(self, now: float, response: SimulatedResponse) -> None:
         """Remove a response that runs or waits here; it is marked as dead already."""
         self.pass_to(now)
         queued = len(self.queue)
@@ -211,7 +211,7 @@ class Replica:
             self.running -= 1
             self._admit_queued(now)
 
-    def fail(self, now: float) -> list[Response]:
+    def fail(self, now: float) -> list[SimulatedResponse]:
         """Stop; return all responses that ran or waited."""
         self.pass_to(now)
         lost = [response for _, _, response in self.heap if not response.dead] + [
@@ -227,7 +227,7 @@ class Replica:
             read_s, response = self.queue.popleft()
             self.begin(now, response, read_s)
 
-    def _note_version(self, response: Response) -> None:
+    def _note_version(self, response: SimulatedResponse) -> None:
         """Record the version that writes the next token of a response, which starts a turn here."""
         if not response.started:
             response.started, response.first = True, self.version

@@ -18,7 +18,7 @@ from ....core.waits.clock import VirtualTimeLoop
 from ..profile import Decode
 from .draws import ResponseCost
 from .least_busy import LeastBusy
-from .replica import TICK_S, Replica, Response, Served, SimulatedGroup
+from .replica import TICK_S, Replica, Served, SimulatedGroup, SimulatedResponse
 
 
 class ReplicaPool:
@@ -34,11 +34,11 @@ class ReplicaPool:
         self._read_s = decode.prefill_token_s
         self._observation_s = observation_tokens * decode.prefill_token_s
         self._least_busy = LeastBusy(self.replicas)
-        self._waiting: deque[Response] = deque()
+        self._waiting: deque[SimulatedResponse] = deque()
         """Requests while no replica is up."""
         self._checks: list[tuple[float, int, Any]] = []
         """When a replica may have finished a turn. Apart from `_heap`, which is a hundred times as large."""
-        self._heap: list[tuple[float, int, Response | SimulatedGroup]] = []
+        self._heap: list[tuple[float, int, SimulatedResponse | SimulatedGroup]] = []
         """When a response sends its next turn, or a group is done."""
         self._order = count()
         self._touched: dict[Replica, None] = {}
@@ -112,7 +112,7 @@ class ReplicaPool:
             self._request(now, self._waiting.popleft())
         self._plan(now)
 
-    def _request(self, now: float, response: Response) -> None:
+    def _request(self, now: float, response: SimulatedResponse) -> None:
         """Send the next turn of a response to a replica."""
         if response.dead:
             return
@@ -135,7 +135,7 @@ class ReplicaPool:
         replica.begin(now, response, read_s)
         self._touched[replica] = None
 
-    def _continue(self, now: float, response: Response) -> None:
+    def _continue(self, now: float, response: SimulatedResponse) -> None:
         """Send a later turn of a response to its replica."""
         if response.dead:
             return
@@ -209,7 +209,7 @@ class ReplicaPool:
         replica.wake_at = at = since + (turns[0][0] - replica.steps) * replica.step_s[replica.running]
         heapreplace(checks, (at, next(self._order), replica))
 
-    def _score(self, now: float, response: Response) -> None:
+    def _score(self, now: float, response: SimulatedResponse) -> None:
         """Score a finished response; finish its group after the last one."""
         group = response.group
         scored_at = now + response.cost.reward_s
@@ -234,7 +234,7 @@ class ReplicaPool:
                 self._touched[response.replica] = None
         self._plan(now)
 
-    def _is_open(self, response: Response) -> bool:
+    def _is_open(self, response: SimulatedResponse) -> bool:
         """Return whether a response is with its replica, and not with a tool."""
         replica = response.replica
         assert replica is not None
@@ -277,7 +277,7 @@ class ReplicaPool:
                 break
             events += 1
             heappop(heap)
-            if isinstance(subject, Response):
+            if isinstance(subject, SimulatedResponse):
                 self._continue(now, subject)
             else:
                 # The engines continue after the caller of the group, since it may send more requests.
