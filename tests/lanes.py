@@ -99,9 +99,11 @@ ENGINE = pytest_stage(
 )
 PROBES = pytest_stage("probes", "-m", "e2e and probe and not nightly", files=files_with("probe"))
 JOBS = pytest_stage("jobs", "-m", "e2e and not probe and not nightly", files=files_with("e2e"))
-QUICK = pytest_stage(
-    "quick", "-m", "not e2e and not real_engine and not nightly and not style and not slow", live="files"
-)
+FAST = "not e2e and not real_engine and not nightly and not style and not slow"
+HALF = ("tests/tools", "tests/verl_bridge", "tests/weight_sync")
+"""Folders with about half of the seconds of the fast tests."""
+QUICK = pytest_stage("quick", "-m", FAST, *(f"--ignore={folder}" for folder in HALF), live="files")
+QUICK_HALF = pytest_stage("quick, other half", "-m", FAST, live="files", files=HALF)
 
 TIERS: Mapping[str, Sequence[Stage]] = {
     "style": STYLE,
@@ -120,7 +122,7 @@ DEFAULT: Lanes = {"jobs": (JOBS, PROBES), "unit": (*CHECKS, WHEEL, *UNIT), "engi
 """The whole jobs keep more than one core busy only while they start, and each other lane uses one."""
 ORDER: Mapping[str, Sequence[Lanes]] = {
     "": (SHOWN, DEFAULT),
-    "quick": ({"unit": (QUICK,), "lint": (*STYLE, *CHECKS)},),
+    "quick": ({"unit": (QUICK,), "lint": (*STYLE, *CHECKS, QUICK_HALF)},),
 }
 """What runs without a tier, and with `quick`: groups of lanes, one group after the other."""
 
