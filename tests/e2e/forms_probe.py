@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Form
-from recipe.async_pipeline.verl_bridge.agent_loop.sessions.answer_form import structured
+from recipe.async_pipeline.verl_bridge.agent_loop.sessions.response_form import structured
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest

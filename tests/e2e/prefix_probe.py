@@ -34,7 +34,7 @@ class Probe:
         self.weights = model.state_dict()
         self.writer = ArenaWriter(1 << 20, 16, torch.float32)
         self.version = -1
-        self.answers = self.engine.versioned._answers
+        self.answers = self.engine.versioned._responses
 
     async def gather(self) -> bytes:
         """Return the manifest of the next version."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from recipe.async_pipeline.core.groups.items import LoadReport
-from recipe.async_pipeline.weight_sync.engine.answer import Part
+from recipe.async_pipeline.weight_sync.engine.response import Part
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import (
     AttemptOptions,
     AttemptTokens,

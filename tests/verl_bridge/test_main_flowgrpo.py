@@ -71,7 +71,7 @@ def test_gerls_scripts_are_understood(name: str, folder: Path, capsys: pytest.Ca
     script = GERL_SCRIPTS[name]
     plan = explained(overrides_of(script.keys, folder), capsys)
     assert (plan["strategy"], plan["max_lag"]) == ("one_step_off", 1)
-    assert (plan["groups_per_step"], plan["answers_per_group"]) == (script.batch, 8)
+    assert (plan["groups_per_step"], plan["responses_per_group"]) == (script.batch, 8)
     assert plan["mini_batches_per_step"] == script.batch // script.mini_batch
     devices = {pool["name"]: pool["per_node"] for pool in plan["placement"]}
     assert devices == {"train": [script.actors], "generate": [script.rollouts]}

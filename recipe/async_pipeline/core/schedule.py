@@ -67,8 +67,6 @@ class Schedule:
     """Whether version 0 is validated."""
     save_every: int = 0
     """Steps between checkpoints, or 0 for none."""
-    save_attempts: int = 10
-    """Checkpoints in a row that a full disk may prevent, of which the last one ends the run."""
 
     def queue(self, versions: Versions) -> MessageQueue:
         """Return the queue that decides when prompts go out and which groups each step trains on."""

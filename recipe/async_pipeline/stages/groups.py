@@ -63,7 +63,7 @@ class DataloaderStateMachine(RoleStateMachine):
         version, step = self.pipeline.versions.served, self.pipeline.schedule.first_step
         prompts = await self.trainer.restore_prompts(uids)
         for prompt in prompts:
-            self.pipeline.ledger.answer_again(prompt.uid, "resumed", version, prompt.kept_tokens)
+            self.pipeline.ledger.generate_again(prompt.uid, "resumed", version, prompt.kept_tokens)
         size = self.pipeline.queue.batch
         for first in range(0, len(prompts), size):
             some = tuple(prompts[first : first + size])
@@ -106,7 +106,7 @@ class GenerateStateMachine(ConcurrentStage):
                     return group
                 await self.trainer.discard(group)
                 self.note("FLAWED", why=group.flaw)
-                self.pipeline.ledger.answer_again(uid, "flawed", self.pipeline.versions.served)
+                self.pipeline.ledger.generate_again(uid, "flawed", self.pipeline.versions.served)
                 continue
 
             if group is not None:
@@ -115,7 +115,7 @@ class GenerateStateMachine(ConcurrentStage):
             if recall.verdict == "drop":
                 return None
             recalls += 1
-            self.pipeline.ledger.answer_again(uid, "stale", self.pipeline.versions.served)
+            self.pipeline.ledger.generate_again(uid, "stale", self.pipeline.versions.served)
 
 
 @register_role("rollout")

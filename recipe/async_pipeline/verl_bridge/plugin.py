@@ -24,8 +24,10 @@ from .process.plugin_state import set_loaded
 def load() -> None:
     """Register the CPU platform before verl selects one, and the trainer when verl can. Idempotent."""
     from . import replaced
+    from .cpu.cpu_platform import register
     from .process.after_import import after_import
 
+    register()
     if any("async_pipeline" in word for word in sys.argv):
         from .hooks import rewrite_on_import
 
@@ -38,10 +40,8 @@ def load() -> None:
         # verl registers its FSDP engines for cuda and npu only; they run on CPU as they are.
         os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
         from .cpu.cpu_overrides import install
-        from .cpu.cpu_platform import register
         from .workers.megatron_on_demand import postpone
 
-        register()
         install()
         postpone()
         # For Ascend devices. It imports vLLM, and so the compilers of torch, in every process of verl.

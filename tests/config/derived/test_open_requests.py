@@ -20,7 +20,7 @@ def bounds(
     engine_slots: int = 256,
     workers: int = WORKERS,
     groups_per_step: int = 512,
-    answers_per_group: int = 16,
+    responses_per_group: int = 16,
     max_lag: int = 1,
 ) -> OpenRequests:
     values = {"rollout.max_open_requests": bound, "staleness.max_lag": max_lag, "strategy": "fully_async"}
@@ -29,7 +29,7 @@ def bounds(
         engine_slots=engine_slots,
         workers=workers,
         groups_per_step=groups_per_step,
-        answers_per_group=answers_per_group,
+        responses_per_group=responses_per_group,
     )
 
 
@@ -52,8 +52,8 @@ def test_workers_without_groups_have_no_share(groups: int, share: int) -> None:
 
 
 def test_by_default_a_whole_group_fits_in_a_share() -> None:
-    assert bounds(engine_slots=64, answers_per_group=32).share == 32
-    assert bounds(engine_slots=8, answers_per_group=32).share == 8, "but no more than the engine generates"
+    assert bounds(engine_slots=64, responses_per_group=32).share == 32
+    assert bounds(engine_slots=8, responses_per_group=32).share == 8, "but no more than the engine generates"
 
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 40), st.integers(1, 80), st.integers(0, 3))
@@ -65,7 +65,7 @@ def test_by_default_the_engine_does_not_run_dry(
         engine_slots=slots,
         workers=workers,
         groups_per_step=groups,
-        answers_per_group=answers,
+        responses_per_group=answers,
         max_lag=lag,
     )
     assert made.share >= min(answers, slots)

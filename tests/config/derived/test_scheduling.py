@@ -11,7 +11,6 @@ import pytest
 from recipe.async_pipeline.config.derived.scheduling import schedule_of
 from recipe.async_pipeline.config.knobs.schema import (
     AsyncPipelineConfig,
-    FaultsConfig,
     StalenessConfig,
     TrainingConfig,
 )
@@ -26,7 +25,6 @@ def test_each_field_is_a_knob_or_of_the_run() -> None:
         staleness=StalenessConfig(max_lag=5, depth=4, oldest_share=0.5, straggler="drop"),
         weight_sync=WeightSyncConfig(every=2),
         training=TrainingConfig(ref_refresh_every=3),
-        faults=FaultsConfig(checkpoint_attempts=2),
     )
     of_the_run: dict[str, Any] = {
         "batch": 8,

@@ -41,7 +41,7 @@ def answer(**changes: Any) -> list[Flaw]:
     given: dict[str, Any] = {
         "prompt_tokens": 4,
         "prompt_limit": 8,
-        "answer_tokens": 2,
+        "response_tokens": 2,
         "logprobs": [-0.5, -0.25],
     }
     return flaws_of("k", **{**given, **changes}, writer=lambda token: f"replica {token}")
@@ -66,7 +66,7 @@ def test_a_log_prob_that_is_no_finite_number_is_counted_and_its_writer_named(val
 
 
 def test_an_answer_without_a_token_and_a_prompt_with_too_many() -> None:
-    assert [f.kind for f in answer(answer_tokens=0, logprobs=[])] == ["empty_answer"]
+    assert [f.kind for f in answer(response_tokens=0, logprobs=[])] == ["empty_answer"]
     assert answer(prompt_tokens=9) == [
         Flaw("long_prompt", "the prompt has 9 tokens, and data.max_prompt_length is 8")
     ]

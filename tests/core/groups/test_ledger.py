@@ -57,7 +57,7 @@ def test_what_does_not_balance_is_rejected() -> None:
     fates.train(1, [group("a")])
     attempts: tuple[Callable[[], object], ...] = (
         lambda: ledger.finish(group("a")),
-        lambda: ledger.answer_again("a", "stale", 0),
+        lambda: ledger.generate_again("a", "stale", 0),
     )
     for again in attempts:
         with pytest.raises(ConservationError, match="prompt a is .*, but is not in flight"):
@@ -81,7 +81,7 @@ def test_records_tell_everything_and_have_no_gap() -> None:
     ledger.serve(0)
     for uid in "abc":
         ledger.draw(uid, 1, 0)
-    ledger.answer_again("a", "stale", 0)
+    ledger.generate_again("a", "stale", 0)
     ledger.finish(group("a", 0, 1))
     ledger.score(group("a", reward=0.25))
     fates.settle("b", "expired", why="it held a step up")

@@ -228,8 +228,8 @@ def test_problems_of_other_entry_points_and_of_old_keys_are_listed_with_the_rest
     old = ["reward_model.reward_manager=dapo", "reward.reward_manager.name=naive"]
     assert main(of_verl(*section, *old, "trainer.val_only=True", "data.nothing=1")) == 2
     listed = capsys.readouterr().err.partition("6 problems:\n")[2].splitlines()
-    starts = ("data.nothing is", "async_training.use_dynamic_resource_scheduling must", "rollout.fancy is")
-    starts += ("async_training.old is", "reward_model.reward_manager is an old", "trainer.val_only must")
+    starts = ["data.nothing is", "async_training.use_dynamic_resource_scheduling must", "rollout.fancy is"]
+    starts += ["async_training.old is", "reward_model.reward_manager is an old", "trainer.val_only must"]
     for number, (line, start) in enumerate(zip(listed, starts, strict=True), 1):
         assert line.startswith(f"  {number}. {start}")
 

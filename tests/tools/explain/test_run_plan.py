@@ -70,9 +70,9 @@ def model(tmp_path: Path) -> Path:
 def test_numbers(model: Path) -> None:
     plan = planned(config(model), knobs({"staleness.oldest_share": 0.25}))
     assert (plan.placement.devices, plan.replicas) == (10, 4)
-    assert (plan.groups_at_once, plan.answers_at_once, plan.engine_slots) == (36, 288, 128)
+    assert (plan.groups_at_once, plan.responses_at_once, plan.engine_slots) == (36, 288, 128)
     assert planned(config(model), knobs({"staleness.depth": 1})).groups_at_once == 32
-    assert (plan.mini_batches_per_step, plan.answers_per_mini_batch_and_rank) == (2, 32)
+    assert (plan.mini_batches_per_step, plan.responses_per_mini_batch_and_rank) == (2, 32)
     assert (plan.parameters, plan.arena_bytes, plan.spare_bytes) == (10**6, 4 * 10**6, 0)
 
 
@@ -241,8 +241,8 @@ def test_the_plan_has_validation_and_custom_stages(
 
 def test_redundant_responses_are_in_flight_and_named(model: Path) -> None:
     plain, plan = (planned(config(model), knobs({"agentic.redundancy": n})) for n in (0, 2))
-    size = plan.answers_per_group
-    assert plan.answers_at_once == plain.answers_at_once // size * (size + 2)
+    size = plan.responses_per_group
+    assert plan.responses_at_once == plain.responses_at_once // size * (size + 2)
     line = f"redundancy      {size + 2} responses are begun for each group; the first {size} to finish"
     assert any(one.startswith(line) for one in describe_plan(plan))
     assert not any(one.startswith("redundancy") for one in describe_plan(plain))

@@ -12,7 +12,7 @@ from typing import Any
 
 import simpy
 
-from recipe.async_pipeline.tools.plan.simulated.draws import AnswerCost, Draws
+from recipe.async_pipeline.tools.plan.simulated.draws import Draws, ResponseCost
 from recipe.async_pipeline.tools.plan.simulated.trainer import Setting
 
 Steps = Generator[Any, Any, Any]
@@ -98,7 +98,7 @@ class Pipeline:
         yield self.env.all_of([self.env.process(self.answer(cost)) for cost in costs])
         self.finished[step].succeed()
 
-    def answer(self, cost: AnswerCost) -> Steps:
+    def answer(self, cost: ResponseCost) -> Steps:
         engine = min(self.engines, key=lambda one: one.open)
         read_s = self.profile.decode.prefill_token_s
         for turn, tokens in enumerate(cost.turn_tokens):

@@ -42,13 +42,13 @@ def test_a_response_has_a_token_for_each_sde_step(module: ModuleType) -> None:
     fields = stored(module, output)
     assert fields["latents"].tolist() == LATENTS.tolist()
     assert fields["condition_pooled_projections"].tolist() == [1, 1, 1]
-    assert "picture" not in fields["extra_fields"] and "latents" not in fields["extra_fields"]
+    assert "latents" not in fields["extra_fields"]
     assert fields["extra_fields"]["version_spans"] == [[7, 0]]
 
 
 @pytest.mark.parametrize(
     ("settings", "kept"),
-    [({"kept": 0}, [False, False]), ({"kept": 4}, [True, False]), ({"at_once": False}, [True, True])],
+    [({}, [True, False]), ({"at_once": False}, [True, True])],
 )
 def test_pictures_that_are_shown_or_scored_later_are_kept(
     module: ModuleType, settings: dict[str, Any], kept: list[bool]

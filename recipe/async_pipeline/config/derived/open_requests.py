@@ -36,7 +36,7 @@ class OpenRequests(NamedTuple):
         engine_slots: int,
         workers: int,
         groups_per_step: int,
-        answers_per_group: int,
+        responses_per_group: int,
     ) -> OpenRequests:
         """Return the bounds; `engine_slots` are the requests that one replica generates at once."""
         groups = groups_per_step * (1 + knobs.staleness.max_lag)
@@ -45,6 +45,6 @@ class OpenRequests(NamedTuple):
         bound = knobs.rollout.max_open_requests
         if bound is None:
             # The last group of a step fits, although only its worker has requests then.
-            bound = max(QUEUED * engine_slots, busy * min(answers_per_group, engine_slots))
+            bound = max(QUEUED * engine_slots, busy * min(responses_per_group, engine_slots))
         share = max(1, bound // busy)
         return cls(share=share, per_replica=share * busy, groups=groups)

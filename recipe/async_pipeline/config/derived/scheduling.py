@@ -27,6 +27,5 @@ def schedule_of(
         straggler=staleness.straggler,
         sync_every=knobs.weight_sync.every,
         ref_refresh_every=knobs.training.ref_refresh_every,
-        save_attempts=knobs.faults.checkpoint_attempts,
         **of_the_run,
     )

@@ -16,6 +16,7 @@ from ..checks.refusals import Refusal
 from ..checks.rollout_correction import IS_LEVELS, correcting_loss
 from ..derived.adapters import MODEL, publishes_adapters
 from ..paths import MODE, OWN, PATCH_FREE, select
+from .overrides import Modernised
 
 WHOLE = ("model", "optimizer", "extra")
 """What a checkpoint of verl must hold for an exact resume."""
@@ -43,16 +44,6 @@ class Moved(NamedTuple):
     """Returns what a value becomes: None if the word remains, for other checks to refuse it; nothing if it is
     left out.
     """
-
-
-class Modernised(NamedTuple):
-    """A command line as this verl understands it."""
-
-    words: list[str]
-    notes: tuple[str, ...]
-    """One line for each word that changed."""
-    problems: tuple[str, ...]
-    """One line for each old key whose value is not the one of the present key; the words lack the old key."""
 
 
 def _gone(why: str) -> Moved:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..paths import OWN
 from .misplaced import unknown_key
@@ -27,6 +27,16 @@ _FULL_ERROR = re.compile(r"^hydra\.errors\.\w+: ")
 """Before a complaint in a traceback, which hydra prints if HYDRA_FULL_ERROR=1."""
 _PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[\]{},]|[^\[\]{},'"]+""")
 """Quoted texts, brackets and commas, and what is between them."""
+
+
+class Modernised(NamedTuple):
+    """A command line as this verl understands it."""
+
+    words: list[str]
+    notes: tuple[str, ...]
+    """One line for each word that changed."""
+    problems: tuple[str, ...]
+    """One line for each old key whose value is not the one of the present key; the words lack the old key."""
 
 
 def sets(overrides: Iterable[str], path: str) -> bool:

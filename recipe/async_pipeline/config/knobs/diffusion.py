@@ -17,7 +17,7 @@ class DiffusionConfig:
     an SDE step, is to an image what a token is to a text: it is trained."""
 
     PATH: ClassVar[str] = f"{OWN}.diffusion"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("validation_steps", "kept_pictures")
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("validation_steps",)
     """Knobs that a resumed run may have with other values; see `fields`."""
 
     num_inference_steps: Positive = 10
@@ -42,9 +42,6 @@ class DiffusionConfig:
     """The step before which all windows end. Requires sde_window_size. Default: the last step."""
     max_sequence_length: Positive | None = None
     """Tokens of a prompt for the T5 encoder. Default: 256 for Stable Diffusion 3, 512 for FLUX."""
-    kept_pictures: Annotated[int, Bounds(least=0, remedy="0 keeps none")] = 4
-    """Pictures of each step that the run directory keeps, small, for the report: the first sample of as many
-    prompts."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)

@@ -199,11 +199,6 @@ class FaultsConfig:
     checkpoint_stall_s: Seconds = 1800.0
     """Seconds without a byte of progress after which writing a checkpoint has failed, and with it the run.
     While it grows, a checkpoint may take any time, and so may the stages that wait for it."""
-    checkpoint_attempts: Positive = 10
-    """Checkpoints in a row that a full disk may prevent before the run ends. After each of them the next is
-    tried within a few steps, then after twice as many, up to trainer.save_freq; earlier checkpoints stay.
-    async_pipeline/checkpoint/age_steps is the number of steps since the last complete one. At the last step
-    a full disk always ends the run."""
     verify_checkpoint_at_start: bool = False
     """Read the whole checkpoint and compare its hashes before anything is started, so that with
     trainer.resume_mode=auto a damaged one is passed over. By default only its manifest and the sizes of its

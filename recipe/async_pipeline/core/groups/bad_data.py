@@ -83,7 +83,7 @@ def flaws_of(
     *,
     prompt_tokens: int,
     prompt_limit: int,
-    answer_tokens: int,
+    response_tokens: int,
     logprobs: Sequence[Any] | None,
     writer: Callable[[int], str],
 ) -> list[Flaw]:
@@ -91,7 +91,7 @@ def flaws_of(
     returns the writer of token i.
     """
     found = []
-    if answer_tokens == 0:
+    if response_tokens == 0:
         found.append(Flaw("empty_answer", f"response {key} has no token", writer(0)))
     if prompt_tokens > prompt_limit:
         found.append(long_prompt(prompt_tokens, prompt_limit))

@@ -107,7 +107,7 @@ class Ledger:
         self._fates.draw(uid)
         self._append("dispatched", uid=uid, step=step, version=version)
 
-    def answer_again(self, uid: str, why: Why, version: int, kept_tokens: int = 0) -> None:
+    def generate_again(self, uid: str, why: Why, version: int, kept_tokens: int = 0) -> None:
         """Note that a prompt is dispatched again while `version` is served.
 
         `kept_tokens` of its responses need not be generated again. Raises ConservationError if the prompt is

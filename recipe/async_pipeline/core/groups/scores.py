@@ -40,7 +40,7 @@ class Score(NamedTuple):
         return cls(None, f"invalid: the score must be a finite number, got {value!r}"[:450] + beyond)
 
     def number(self) -> float:
-        """Return the value. Raises RewardError if there is none."""
+        """Return the value. Raises RewardError with the reason if it is missing."""
         if self.value is None:
             raise RewardError(self.why)
         return self.value

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from ...errors import CheckpointError
 from ..schedule import Schedule
 
+SAVE_ATTEMPTS = 10
+"""Checkpoints in a row that a full disk may prevent, of which the last one ends the run."""
+
 
 @dataclass(kw_only=True)
 class Retry:
@@ -52,7 +55,7 @@ class CheckpointTimes:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._retry = Retry(limit=schedule.save_attempts, first=1, longest=max(1, schedule.save_every))
+        self._retry = Retry(limit=SAVE_ATTEMPTS, first=1, longest=max(1, schedule.save_every))
         self._again: int | None = None
         self.last = schedule.first_step - 1
         """The step of the last checkpoint that can be resumed from, or of the start."""
@@ -86,7 +89,7 @@ class CheckpointTimes:
     def failed(self, step: int, newest: int) -> None:
         """Note that the checkpoint of `step` could not be written. `newest`: the newest step of any model.
 
-        Raises CheckpointError after `save_attempts` failures in a row.
+        Raises CheckpointError after `SAVE_ATTEMPTS` failures in a row.
         """
         if not self._retry.failed(step):
             raise CheckpointError(

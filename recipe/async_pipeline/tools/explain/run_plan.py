@@ -47,14 +47,14 @@ class Plan:
     replicas: int
     tensor_parallel: int
     groups_per_step: int
-    answers_per_group: int
+    responses_per_group: int
     mini_batches_per_step: int
-    answers_per_mini_batch_and_rank: float
+    responses_per_mini_batch_and_rank: float
     padding_per_step: int
     """Empty samples that fill the last mini-batch."""
     groups_at_once: int
     """Upper bound for groups in flight or finished but not yet trained."""
-    answers_at_once: int
+    responses_at_once: int
     engine_slots: int
     """Responses that the replicas generate concurrently; others wait, see `config.derived.open_requests`."""
     open_requests: int
@@ -126,19 +126,19 @@ def plan_of(
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,
-        answers_per_group=n,
+        responses_per_group=n,
         mini_batches_per_step=-(-batch // mini),
-        answers_per_mini_batch_and_rank=mini * n / training_ranks(config, train).number,
+        responses_per_mini_batch_and_rank=mini * n / training_ranks(config, train).number,
         padding_per_step=-batch % mini * n,
         groups_at_once=batch * depth + oldest,
-        answers_at_once=(batch * depth + oldest) * (n + knobs.agentic.redundancy),
+        responses_at_once=(batch * depth + oldest) * (n + knobs.agentic.redundancy),
         engine_slots=generate // tp * number(f"{_ROLLOUT}.max_num_seqs"),
         open_requests=OpenRequests.of(
             knobs,
             engine_slots=number(f"{_ROLLOUT}.max_num_seqs") * number(f"{_ROLLOUT}.data_parallel_size"),
             workers=number(f"{_ROLLOUT}.agent.num_workers"),
             groups_per_step=batch,
-            answers_per_group=n + knobs.agentic.redundancy,
+            responses_per_group=n + knobs.agentic.redundancy,
         ).per_replica,
         store=store_budget(config, knobs),
         parameters=parameters,
@@ -243,11 +243,11 @@ def describe_plan(plan: Plan) -> list[str]:
         f"loss            {plan.loss}",
         f"correction      {plan.correction}",
         *_devices(plan),
-        f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} responses = "
-        f"{plan.groups_per_step * plan.answers_per_group} samples in "
+        f"step            {plan.groups_per_step} prompts x {plan.responses_per_group} responses = "
+        f"{plan.groups_per_step * plan.responses_per_group} samples in "
         f"{_count(plan.mini_batches_per_step, 'mini-batch', 'mini-batches')}; "
-        f"{plan.answers_per_mini_batch_and_rank:g} per mini-batch and training rank{_padding(plan)}",
-        f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} responses, for "
+        f"{plan.responses_per_mini_batch_and_rank:g} per mini-batch and training rank{_padding(plan)}",
+        f"in flight       at most {plan.groups_at_once} groups = {plan.responses_at_once} responses, for "
         f"{plan.engine_slots} engine slots{_slots(plan)}",
         *_redundancy(plan),
         f"sample store    at most {plan.store.rows} rows{_capacity(plan)}{_store_memory(plan)}",
@@ -316,8 +316,8 @@ def _devices(plan: Plan) -> Iterator[str]:
 def _redundancy(plan: Plan) -> Iterator[str]:
     if more := plan.knobs.agentic.redundancy:
         yield (
-            f"redundancy      {plan.answers_per_group + more} responses are begun for each group; the first "
-            f"{plan.answers_per_group} to finish are trained, which favours short ones"
+            f"redundancy      {plan.responses_per_group + more} responses are begun for each group; the "
+            f"first {plan.responses_per_group} to finish are trained, which favours short ones"
         )
 
 
@@ -340,7 +340,7 @@ def _count(number: int, singular: str, plural: str = "") -> str:
 
 
 def _slots(plan: Plan) -> str:
-    if plan.answers_at_once > plan.engine_slots:
+    if plan.responses_at_once > plan.engine_slots:
         return (
             f"; the others wait, up to {plan.open_requests} open requests on a replica in its queue, more in "
             "the workers (rollout.max_open_requests)"

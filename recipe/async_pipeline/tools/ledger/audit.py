@@ -225,28 +225,28 @@ class _Books:
         if step != self.audit.steps + 1:
             self._violation(f"step {step} was committed after step {self.audit.steps}")
         self.audit.steps = step
-        finished = [answers for uid in uids if (answers := self._live.get(uid)) is not None]
+        finished = [responses for uid in uids if (responses := self._live.get(uid)) is not None]
         counted, told = int(record["trajectories"]), sum(map(len, finished))
         if counted != told and len(finished) == len(uids):
             self._violation(f"step {step} counts {counted} trajectories, its prompts have {told}")
         for uid in uids:
             if self._require_live(uid, f"trained in step {step}"):
-                answers = self._live.pop(uid)
+                responses = self._live.pop(uid)
                 self._fates[uid] = "trained"
-                self._check_answers(step, uid, answers, record.get("masked_before", {}))
+                self._check_responses(step, uid, responses, record.get("masked_before", {}))
         self.audit.trajectories_trained += counted
 
-    def _check_answers(
-        self, step: int, uid: str, answers: Sequence[Trajectory] | None, masked_before: Mapping[str, int]
+    def _check_responses(
+        self, step: int, uid: str, responses: Sequence[Trajectory] | None, masked_before: Mapping[str, int]
     ) -> None:
-        if answers is None:
+        if responses is None:
             if uid not in self._finished_elsewhere:
                 self._violation(f"prompt {uid} was trained in step {step}, but was not finished")
             return
-        answers = [replace(one, masked_before=int(masked_before.get(one.key, 0))) for one in answers]
-        if answers and oldest_in(answers) is None:
+        responses = [replace(one, masked_before=int(masked_before.get(one.key, 0))) for one in responses]
+        if responses and oldest_in(responses) is None:
             self._violation(f"prompt {uid} was trained in step {step} with every token masked")
-        for one in answers:
+        for one in responses:
             key, first = one.key, oldest_trained(one)
             if key in self._keys:
                 self._violation(f"trajectory {key} was trained in step {step} and before")

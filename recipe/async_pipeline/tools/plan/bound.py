@@ -139,7 +139,7 @@ def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stal
     """
     corners, rates = concave_rate(setting.profile.decode)
     replicas, n = setting.replicas, setting.profile.batch.answers
-    open_answers = batches_in_flight * setting.groups * n / replicas
+    open_responses = batches_in_flight * setting.groups * n / replicas
     stopped_s = work.read_s / replicas + stall_s
 
     def written(seconds: float) -> float:
@@ -149,7 +149,7 @@ def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stal
         """
         decoding = seconds - stopped_s
         return (
-            replicas * decoding * _interpolated(open_answers * seconds / decoding, corners, rates)
+            replicas * decoding * _interpolated(open_responses * seconds / decoding, corners, rates)
             if decoding > 0
             else 0.0
         )

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.workers.rollout.replica import TokenOutput
 
-from ...config.knobs.diffusion import DiffusionConfig
 from ...config.paths import OWN
 from ...diffusion.seeds import seed_of
 from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE
@@ -42,7 +41,6 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
         self._windows = Denoising.of(self.config.actor_rollout_ref.model.denoising).windows()
         self._seed = int(OmegaConf.select(self.config, "data.seed") or 0)
         self._scored_later = OmegaConf.select(self.config, f"{OWN}.reward.while_generating") is False
-        self._shows = bool(OmegaConf.select(self.config, f"{DiffusionConfig.PATH}.kept_pictures"))
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
         """Return the image, with the columns that a training step needs of it."""
@@ -85,7 +83,7 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
 
     def _keeps(self, row: Mapping[str, Any]) -> bool:
         """Return whether a picture goes into the sample store; of each prompt, the first one is shown."""
-        return self._scored_later or (self._shows and int(row["session_id"]) == 0)
+        return self._scored_later or int(row["session_id"]) == 0
 
     def _sampling(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         place = (self._seed, int(row["global_steps"]), place_of(row))

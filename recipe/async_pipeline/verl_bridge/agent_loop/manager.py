@@ -23,7 +23,7 @@ from ..calls.ray_calls import got
 from ..calls.restartable_actors import restartable
 from ..launch.run_config import open_requests_of
 from ..store.sample_store import WriteShard
-from .answers import Answered
+from .responses import Answered
 from .worker import GIVE_UP_S, PushAgentLoopWorker
 
 DEFAULT_CONCURRENCY = 1000

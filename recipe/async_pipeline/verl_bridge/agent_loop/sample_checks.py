@@ -14,8 +14,8 @@ from ...core.groups.scores import Score, ScoreRule, unscored
 from ...errors import BadDataError
 from ...redaction import without_secrets
 from ..calls.ray_calls import cause_of
-from .answers import reward_info_of
 from .episodes.episode import current_episode, episode_with
+from .responses import reward_info_of
 from .tokens.version_spans import ResponseTurn, writer_of
 
 
@@ -74,7 +74,7 @@ class Checks:
             key,
             prompt_tokens=len(output.prompt_ids),
             prompt_limit=self._prompt_limit,
-            answer_tokens=len(output.response_ids),
+            response_tokens=len(output.response_ids),
             logprobs=output.response_logprobs,
             writer=lambda token: writer_of(turns, len(output.prompt_ids), token),
         )

@@ -18,8 +18,8 @@ from verl.utils import tensordict_utils
 from ...checkpoint.tensor_tree import storable
 from ..store.sample_columns import SampleColumns
 from ..store.sample_grouping import joinable
-from .answers import ResponseSample
 from .episodes.episode import Store, current_episode, episode_with
+from .responses import ResponseSample
 
 logger = logging.getLogger(__name__)
 FieldRows = list[dict[str, Any]]

@@ -28,14 +28,6 @@ from ..reward.responses import Response
 from ..reward.worker import PlainCaller
 from ..store.sample_store import count_cores_once
 from . import diffusion_loop, stored_sessions
-from .answers import (
-    Answered,
-    GroupInProgress,
-    ResponseSample,
-    divided,
-    finished_group,
-    trajectory_of,
-)
 from .episodes import environment_loop
 from .episodes.episode import (
     Attempt,
@@ -49,6 +41,14 @@ from .episodes.episode import (
 from .episodes.episode_attempts import Episodes
 from .episodes.redundancy import Begun, first_sound
 from .episodes.validation import OpenPrompts, failed_response
+from .responses import (
+    Answered,
+    GroupInProgress,
+    ResponseSample,
+    divided,
+    finished_group,
+    trajectory_of,
+)
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
 from .sessions import agent_session_loop
 from .tokens import partial_rollouts

@@ -49,9 +49,9 @@ def check_command_line(arguments: Sequence[str], problems: tuple[str, ...] = ())
         with suppress(ConfigError):
             config, unknown = composed(folder, given.config_name, given.overrides)
             problems = (*unknown, *problems)
-    if problems and config is None:
-        raise ConfigError(*problems)
     if problems:
+        if config is None:
+            raise ConfigError(*problems)
         checked_with(problems, config)
 
 

@@ -40,13 +40,13 @@ from .. import replaced
 from ..cpu.cpu_overrides import import_in_workers
 from ..cpu.cpu_platform import is_cpu
 from ..process.interrupts import end_with_watch
-from ..rules.config_checks import FOREIGN_PATHS, Checked, _update, checked, remove_keys, set_verls_keys
+from ..rules.config_checks import FOREIGN_PATHS, Checked, checked, set_verls_keys
 from ..rules.config_rules import STOCK_LOSS_CONFIG, reward_model_devices
 from ..rules.model_rules import ROLLOUT
 from .command_line import checked_with
 from .engine_contract import check_engine
 from .ray_cluster import choose_cluster, mark_run_dir, require_devices
-from .run_config import ADDRESS, LATEST, LOCAL, run_dir_of
+from .run_config import ADDRESS, LATEST, LOCAL, remove_keys, run_dir_of, update
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.weights.checkpoint_engine"
@@ -93,7 +93,7 @@ def adopt(config: DictConfig) -> None:
 def _check_engine(config: DictConfig, found: Checked) -> None:
     """Raises ConfigError if the installed engine lacks something that the run uses; warns if a knob asks."""
     planned = copy.deepcopy(config)
-    _update(planned, found.translation.verl)
+    update(planned, found.translation.verl)
     if line := check_engine(planned, found.translation.config.engine_check):
         _say(line)
 
@@ -142,7 +142,7 @@ def _prepare(config: DictConfig, problems: tuple[str, ...]) -> None:
     )
     _rewrite(config, found, run_dir, joins=cluster[ADDRESS] != LOCAL)
     with open_dict(config):
-        _update(config, cluster)
+        update(config, cluster)
     replaced.apply("driver")
     _say(line)
     _tell(config, found, notes)
@@ -193,7 +193,7 @@ def _rewrite(config: DictConfig, found: Checked, run_dir: Path, *, joins: bool) 
 
     with open_dict(config):
         remove_keys(config, (*SWITCHES, *FOREIGN_PATHS))
-        _update(config, {OWN: plain(knobs), RUNTIME: runtime.plain()} | program_values(knobs.agentic))
+        update(config, {OWN: plain(knobs), RUNTIME: runtime.plain()} | program_values(knobs.agentic))
         config.trainer.v1.trainer_mode = knobs.strategy
         config.trainer.default_local_dir = str(origin.root)
         config.actor_rollout_ref.hybrid_engine = False

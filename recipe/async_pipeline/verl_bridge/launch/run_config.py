@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse our two sections of verl's config, the user's knobs and the state of the run, and Ray's address."""
+"""Parse our two sections of verl's config, the user's knobs and the state of the run, and Ray's address.
+
+And change keys of a config.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +43,7 @@ def open_requests_of(config: DictConfig) -> OpenRequests:
         engine_slots=rollout.max_num_seqs * rollout.data_parallel_size,
         workers=rollout.agent.num_workers,
         groups_per_step=config.data.train_batch_size,
-        answers_per_group=rollout.n + knobs.agentic.redundancy,
+        responses_per_group=rollout.n + knobs.agentic.redundancy,
     )
 
 
@@ -94,6 +97,23 @@ def run_dir_of(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
             f"{names['experiment_name']!r}; set another name"
         )
     return Path("outputs", *names.values()).resolve()
+
+
+def update(config: DictConfig, values: Mapping[str, Any]) -> None:
+    """Set keys, also ones that the config lacks."""
+    for path, value in values.items():
+        OmegaConf.update(config, path, value, force_add=True)
+
+
+def remove_keys(config: DictConfig, paths: Iterable[str]) -> None:
+    """Remove keys, and sections that are empty afterwards: verl's dataclasses would not accept them."""
+    for path in paths:
+        parent, _, leaf = path.rpartition(".")
+        node = OmegaConf.select(config, parent) if parent else config
+        if isinstance(node, DictConfig) and leaf in node:
+            del node[leaf]
+            if parent and not node:
+                remove_keys(config, (parent,))
 
 
 class ReadOnce:

@@ -100,9 +100,10 @@ def _failure(path: str, name: str) -> str:
             return f"{type(error).__name__}: {error}"
         return ""
     command = [sys.executable, "-c", _LOAD, user_modules.__file__, path, name]
-    output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(command, **output, timeout=IMPORT_S, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return ""
     if not done.returncode:

@@ -34,7 +34,7 @@ from ...installed.verl import find_verl_root
 from .. import replaced
 from ..launch import light_verl
 from ..launch.inputs import faults
-from ..launch.run_config import address_to_join, notes_on_machine, run_dir_of
+from ..launch.run_config import address_to_join, notes_on_machine, remove_keys, run_dir_of, update
 from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
 from .config_rules import (
@@ -159,7 +159,7 @@ def _translate(review: Review) -> None:
 
 def _apply_translation(review: Review) -> None:
     """Set the keys of verl that follow from this package's; drop the switch and keys of other systems."""
-    _update(review.config, review.translation.verl)
+    update(review.config, review.translation.verl)
     with open_dict(review.config):
         # verl's `validate_config` refuses the switch: see entry_points.without_switch.
         remove_keys(review.config, (*SWITCHES, *FOREIGN_PATHS))
@@ -188,22 +188,6 @@ def _place(review: Review) -> None:
 def _choose_old_logp(review: Review) -> None:
     """Raises ConfigError if the placement does not permit the chosen policy of old log-probs."""
     review.old_logp = proximal_policy(review.knobs, review.placement, bypass=review.bypass)
-
-
-def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
-    for path, value in values.items():
-        OmegaConf.update(config, path, value, force_add=True)
-
-
-def remove_keys(config: DictConfig, paths: Iterable[str]) -> None:
-    """Remove keys, and sections that are empty afterwards: verl's dataclasses would not accept them."""
-    for path in paths:
-        parent, _, leaf = path.rpartition(".")
-        node = OmegaConf.select(config, parent) if parent else config
-        if isinstance(node, DictConfig) and leaf in node:
-            del node[leaf]
-            if parent and not node:
-                remove_keys(config, (parent,))
 
 
 def _resolve(review: Review) -> None:
@@ -283,7 +267,7 @@ def _fit_batch_sizes(review: Review) -> None:
 def _set(review: Review, found: Mapping[str, tuple[Any, str]]) -> None:
     """Set keys of verl, each to a value and with a note why, in the config and in what a run sets."""
     values = {path: value for path, (value, _) in found.items()}
-    _update(review.config, values)
+    update(review.config, values)
     _note(review, (f"{path} is set to {value}: {why}" for path, (value, why) in found.items()))
     old = review.translation
     review.translation = replace(old, verl={**old.verl, **values})
@@ -311,7 +295,7 @@ def _require_verls_consent(review: Review) -> None:
     """
     config = review.config
     set_pool_sizes(config, review.placement)
-    _update(config, {f"{MODEL}.lora.merge": True})
+    update(config, {f"{MODEL}.lora.merge": True})
     if reason := light_verl.refusal(config, reference=has_reference(config)):
         raise ConfigError(f"verl refuses this config: {reason}; correct it")
 
@@ -322,7 +306,7 @@ def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str])
     `overrides` is the command line, as far as it is known. Returns a line for each key that gets another
     default than verl's.
     """
-    _update(config, found.translation.verl)
+    update(config, found.translation.verl)
     set_pool_sizes(config, found.placement)
     if draws_images(config):
         set_image_keys(config, found.translation.config)
@@ -341,7 +325,7 @@ def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
     for role, path in (("train", "trainer"), ("generate", ROLLOUT)):
         pool = placement.pool_of(role)
         assert pool is not None
-        _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
+        update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
 
 
 class Check(NamedTuple):

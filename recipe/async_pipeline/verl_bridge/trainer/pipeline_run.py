@@ -346,13 +346,8 @@ class PipelineRun:
             steps_per_epoch=self.verl.steps_per_epoch,
             rollout_data_dir=self.config.trainer.get("rollout_data_dir"),
             saves=lambda step: self._flow.checkpoints.saves(step),
-            pictures=self._new_pictures(),
+            pictures=KeptPictures(self.folder.path) if draws_images(self.config) else None,
         )
-
-    def _new_pictures(self) -> KeptPictures | None:
-        """Return what keeps pictures of each step, or None if the policy draws none or none are kept."""
-        count = self.knobs.diffusion.kept_pictures
-        return KeptPictures(self.folder.path, count) if count and draws_images(self.config) else None
 
     def _devices_of_a_replica(self) -> int:
         """Return the number of devices of one rollout replica."""

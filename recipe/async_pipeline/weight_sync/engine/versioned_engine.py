@@ -27,8 +27,8 @@ from uuid import uuid4
 from ...core.groups.items import LoadReport
 from ...core.lag.token_spans import TokenSpan, pairs_of
 from ...core.waits.deadline import within
-from .answer import Part, ResponseRecord
 from .attempt_gate import AttemptGate
+from .response import Part, ResponseRecord
 
 FORM = "structured_outputs"
 """The sampling parameter that has the form of a response, `{"json": SCHEMA}` or `{"structural_tag": TAG}`."""
@@ -151,7 +151,7 @@ class _Recording(NamedTuple):
     session: int | None
 
 
-_recording: ContextVar[_Recording | None] = ContextVar("the answer that this task waits for", default=None)
+_recording: ContextVar[_Recording | None] = ContextVar("the response that this task waits for", default=None)
 
 
 @contextmanager
@@ -175,7 +175,7 @@ class VersionedEngine(Generic[Request, Output]):
         self.version: int | None = None
         """The served version; None before the first load."""
         self._engine = engine
-        self._answers: dict[str, ResponseRecord] = {}
+        self._responses: dict[str, ResponseRecord] = {}
         self._next_load = 0
         self._settled = asyncio.Event()
         """Set while no load is in progress."""
@@ -201,15 +201,15 @@ class VersionedEngine(Generic[Request, Output]):
         """
         self._settled.clear()
         self._unknown, self._follow, self._reuse = True, in_flight == "abort", reuse_prefixes
-        stopped = {name: len(a.before) for name, a in self._answers.items()} if in_flight == "abort" else {}
+        stopped = {name: len(a.before) for name, a in self._responses.items()} if in_flight == "abort" else {}
         for name in stopped:
-            self._answers[name].interrupted = True
+            self._responses[name].interrupted = True
         try:
             if in_flight != "keep":
                 await self._pause(in_flight)
             again = sum(
                 a.prompt_tokens + a.total
-                for name, a in self._answers.items()
+                for name, a in self._responses.items()
                 if name in stopped and (a.interrupted or len(a.before) > stopped[name])
             )
             number, self._next_load = self._next_load, self._next_load + 1
@@ -227,12 +227,12 @@ class VersionedEngine(Generic[Request, Output]):
                 raise
         finally:
             self._settled.set()
-        for request, answer in self._answers.items():
+        for request, response in self._responses.items():
             # A request that arrived after the load has no older tokens. Otherwise an unnamed one was
             # finished.
-            if request in loaded.progress or answer.sent_before is None or answer.sent_before > number:
-                answer.interrupted = False
-                answer.begin(version, answer.base + loaded.progress.get(request, 0))
+            if request in loaded.progress or response.sent_before is None or response.sent_before > number:
+                response.interrupted = False
+                response.begin(version, response.base + loaded.progress.get(request, 0))
         self.version, self._unknown = version, False
         if not self._gate.is_open:
             await self._engine.resume()
@@ -274,29 +274,29 @@ class VersionedEngine(Generic[Request, Output]):
                     yield output
             return
         name, session = self._engine.name(request), record.session
-        answer = self._answers[name] = ResponseRecord(prompt_tokens=self._engine.prompt_tokens(request))
+        response = self._responses[name] = ResponseRecord(prompt_tokens=self._engine.prompt_tokens(request))
 
         def sent() -> None:
-            answer.sent_before = self._next_load
+            response.sent_before = self._next_load
 
         def begin() -> AttemptOptions:
-            answer.begin_attempt(self.version)
-            return AttemptOptions(answer.said, self.salt(session), self._follow, text=False, sent=sent)
+            response.begin_attempt(self.version)
+            return AttemptOptions(response.said, self.salt(session), self._follow, text=False, sent=sent)
 
         try:
             while True:
                 async with aclosing(self._outputs(request, arrival, begin)) as outputs:
                     async for output in outputs:
-                        if answer.take(self._engine.part(output), self._engine.finished(output)):
-                            yield self._engine.joined(output, answer.before)
-                if not answer.stopped_by_load:
+                        if response.take(self._engine.part(output), self._engine.finished(output)):
+                            yield self._engine.joined(output, response.before)
+                if not response.stopped_by_load:
                     # A load may have changed the version that wrote its end; only the load knows.
                     await self._settled.wait()
                     return
-                answer.end_attempt(kept=not self._engine.has_form(request))
+                response.end_attempt(kept=not self._engine.has_form(request))
         finally:
-            del self._answers[name]
-            record.spans[:] = answer.written_spans()
+            del self._responses[name]
+            record.spans[:] = response.written_spans()
 
     async def _outputs(
         self, request: Request, arrival: int, begin: Callable[[], AttemptOptions]
@@ -325,18 +325,18 @@ class VersionedEngine(Generic[Request, Output]):
         Waits for: a load in progress, since only it knows where its span begins. Unblocked by: its end.
         """
         await self._settled.wait()
-        asked = {name: self._answers[name] for name in request_ids if name in self._answers}
-        attempts = {name: len(answer.before) for name, answer in asked.items()}
+        asked = {name: self._responses[name] for name in request_ids if name in self._responses}
+        attempts = {name: len(response.before) for name, response in asked.items()}
         now = await self._engine.written(list(asked))
         found = {}
-        for name, answer in asked.items():
-            if self._unknown or self._answers.get(name) is not answer:
+        for name, response in asked.items():
+            if self._unknown or self._responses.get(name) is not response:
                 continue
             # An attempt that has ended meanwhile is in front already.
-            current = now.get(name) if len(answer.before) == attempts[name] else None
-            parts = [AttemptTokens(part.token_ids, self._engine.log_probs(part)) for part in answer.before]
+            current = now.get(name) if len(response.before) == attempts[name] else None
+            parts = [AttemptTokens(part.token_ids, self._engine.log_probs(part)) for part in response.before]
             tokens, log_probs = _together([*parts, *([current] if current is not None else [])])
-            spans = pairs_of(span for span in answer.spans if span.start < len(tokens))
+            spans = pairs_of(span for span in response.spans if span.start < len(tokens))
             if tokens and spans:
                 found[name] = tokens, log_probs, spans
         return found

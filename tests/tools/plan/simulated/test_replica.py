@@ -8,16 +8,16 @@ import math
 
 import pytest
 
-from recipe.async_pipeline.tools.plan.simulated.draws import AnswerCost
-from recipe.async_pipeline.tools.plan.simulated.replica import Answer, Replica, SimulatedGroup
+from recipe.async_pipeline.tools.plan.simulated.draws import ResponseCost
+from recipe.async_pipeline.tools.plan.simulated.replica import Replica, SimulatedGroup, SimulatedResponse
 
 ONE_SLOT = (0.0, 1.0)
 """Seconds of a step with no response, and with one."""
 
 
-def responses(*tokens: int) -> list[Answer]:
-    async def make() -> list[Answer]:
-        return SimulatedGroup([AnswerCost(0.0, (n,), (), 0.0, n) for n in tokens]).answers
+def responses(*tokens: int) -> list[SimulatedResponse]:
+    async def make() -> list[SimulatedResponse]:
+        return SimulatedGroup([ResponseCost(0.0, (n,), (), 0.0, n) for n in tokens]).responses
 
     return asyncio.run(make())
 
@@ -67,15 +67,15 @@ def test_a_response_records_the_version_that_wrote_its_first_token() -> None:
     assert response.first == 4
 
 
-def turns(*tokens: int) -> Answer:
-    async def make() -> Answer:
+def turns(*tokens: int) -> SimulatedResponse:
+    async def make() -> SimulatedResponse:
         waits = (0.0,) * (len(tokens) - 1)
-        return SimulatedGroup([AnswerCost(0.0, tokens, waits, 0.0, sum(tokens))]).answers[0]
+        return SimulatedGroup([ResponseCost(0.0, tokens, waits, 0.0, sum(tokens))]).responses[0]
 
     return asyncio.run(make())
 
 
-def finish_turn(replica: Replica, response: Answer, now: float) -> None:
+def finish_turn(replica: Replica, response: SimulatedResponse, now: float) -> None:
     """Finish a turn as the pool of replicas does."""
     assert replica.finished(now) == [response]
     response.written += response.cost.turn_tokens[response.turn]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.tools.plan.profile import Decode
-from recipe.async_pipeline.tools.plan.simulated.draws import AnswerCost
+from recipe.async_pipeline.tools.plan.simulated.draws import ResponseCost
 from recipe.async_pipeline.tools.plan.simulated.replica_pool import ReplicaPool
 
 pytestmark = pytest.mark.virtual_time
@@ -23,13 +23,13 @@ SLOWER = Decode(concurrency=(1, 2, 4), token_s=(1.0, 1.5, 2.0), slots=4)
 
 def cost(
     tokens: int, *, turns: int = 1, tool_s: float = 0.0, reward_s: float = 0.0, prompt: float = 0.0
-) -> AnswerCost:
-    return AnswerCost(prompt, (tokens,) * turns, (tool_s,) * (turns - 1), reward_s, tokens * turns)
+) -> ResponseCost:
+    return ResponseCost(prompt, (tokens,) * turns, (tool_s,) * (turns - 1), reward_s, tokens * turns)
 
 
 def timed(
     pool: Callable[[], ReplicaPool],
-    *asks: tuple[float, list[AnswerCost]],
+    *asks: tuple[float, list[ResponseCost]],
     meanwhile: Callable[[ReplicaPool], Awaitable[Any]] | None = None,
 ) -> list[float]:
     """Return when each group was done; each is requested at its time."""
@@ -38,9 +38,9 @@ def timed(
         engines = pool()
         loop = asyncio.get_running_loop()
 
-        async def ask(at: float, costs: list[AnswerCost]) -> float:
+        async def ask(at: float, costs: list[ResponseCost]) -> float:
             await asyncio.sleep(at)
-            await engines.answer(costs)
+            await engines.generate(costs)
             return loop.time()
 
         other = asyncio.ensure_future(meanwhile(engines)) if meanwhile else None
@@ -126,9 +126,9 @@ def test_without_a_replica_requests_wait_for_one() -> None:
 
 async def test_a_cancelled_group_frees_its_engine() -> None:
     pool = ReplicaPool(1, Decode(concurrency=(1, 2), token_s=(1.0, 2.0), slots=2))
-    given_up = asyncio.create_task(pool.answer([cost(100), cost(100, reward_s=5.0)]))
+    given_up = asyncio.create_task(pool.generate([cost(100), cost(100, reward_s=5.0)]))
     await asyncio.sleep(1.0)
-    queued = asyncio.create_task(pool.answer([cost(4)]))
+    queued = asyncio.create_task(pool.generate([cost(4)]))
     await asyncio.sleep(1.0)
     given_up.cancel()
     await queued
@@ -139,7 +139,7 @@ async def test_a_cancelled_group_frees_its_engine() -> None:
 async def test_versions_are_recorded_at_the_first_and_last_token() -> None:
     pool = ReplicaPool(1, SLOWER)
     pool.replicas[0].version = 3
-    task = asyncio.create_task(pool.answer([cost(4)]))
+    task = asyncio.create_task(pool.generate([cost(4)]))
     await asyncio.sleep(1.0)
     pool.serve(pool.replicas[0], 5)
     assert await task == [(3, 5, ((3, 0), (5, 1)))]
@@ -148,7 +148,7 @@ async def test_versions_are_recorded_at_the_first_and_last_token() -> None:
 async def test_what_a_dead_replica_wrote_of_a_turn_has_no_version() -> None:
     pool = ReplicaPool(2, SLOWER)
     pool.replicas[0].version, pool.replicas[1].version = 3, 4
-    task = asyncio.create_task(pool.answer([cost(4, turns=2)]))
+    task = asyncio.create_task(pool.generate([cost(4, turns=2)]))
     await asyncio.sleep(6.0)
     pool.serve(pool.replicas[0], 5)
     pool.fail(pool.replicas[0])
@@ -159,10 +159,10 @@ async def test_what_a_dead_replica_wrote_of_a_turn_has_no_version() -> None:
 async def test_open_seconds_count_the_time_with_a_request() -> None:
     pool = ReplicaPool(1, SLOWER)
     await asyncio.sleep(2.0)
-    await pool.answer([cost(3)])
+    await pool.generate([cost(3)])
     await asyncio.sleep(2.0)
     first = pool.take_open_s(pool.replicas[0])
-    task = asyncio.create_task(pool.answer([cost(3)]))
+    task = asyncio.create_task(pool.generate([cost(3)]))
     await asyncio.sleep(1.0)
     second = pool.take_open_s(pool.replicas[0])
     await task

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.real_engine
 
 def generated(module: ModuleType, load: Load, metric: str, *infos: dict[str, Any]) -> tuple[Any, Group]:
     """Return a Generation that filters by `metric`, and its group of responses with these values."""
-    answers = load("recipe.async_pipeline.verl_bridge.agent_loop.answers")
+    answers = load("recipe.async_pipeline.verl_bridge.agent_loop.responses")
     trajectories = (
         Trajectory(key=f"u_{i}_0", first_version=0, last_version=0, num_tokens=1, reward=-1.0)
         for i in range(len(infos))

@@ -49,10 +49,10 @@ def batch(*uids: str) -> StepBatch:
 
 
 def kept(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, store: Store, count: int, *uids: str
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, store: Store, *uids: str
 ) -> list[Picture]:
     monkeypatch.setattr(module, "tq", store)
-    module.KeptPictures(folder, count).keep(batch(*uids))
+    module.KeptPictures(folder).keep(batch(*uids))
     missing: list[str] = []
     found = list(read_pictures(folder, missing))
     assert missing == []
@@ -63,7 +63,8 @@ def test_so_many_prompts_have_a_picture(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store = Store()
-    found = kept(module, monkeypatch, tmp_path, store, 2, "c", "a_x", "b")
+    monkeypatch.setattr(module, "PICTURES", 2)
+    found = kept(module, monkeypatch, tmp_path, store, "c", "a_x", "b")
     assert [one.prompt for one in found] == ["prompt a_x_0_0", "prompt b_0_0"]
     assert [(one.step, one.reward, one.first_version, one.last_version) for one in found] == [
         (7, 0.5, 5, 6)
@@ -77,7 +78,7 @@ def test_so_many_prompts_have_a_picture(
 def test_large_pictures_are_kept_small(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (one,) = kept(module, monkeypatch, tmp_path, Store(1024), 4, "a")
+    (one,) = kept(module, monkeypatch, tmp_path, Store(1024), "a")
     with Image.open(tmp_path / "pictures" / one.file) as image:
         assert image.size == (module.LONGEST_SIDE // 2, module.LONGEST_SIDE)
 
@@ -86,5 +87,5 @@ def test_a_sample_without_a_picture_is_left_out(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One that was kept by a process that kept none, for example."""
-    found = kept(module, monkeypatch, tmp_path, Store(without=("a_0_0",)), 4, "a", "b")
+    found = kept(module, monkeypatch, tmp_path, Store(without=("a_0_0",)), "a", "b")
     assert [one.prompt for one in found] == ["prompt b_0_0"]

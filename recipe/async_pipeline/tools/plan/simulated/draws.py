@@ -29,7 +29,7 @@ of 12 turns each, a chunk is about 3 MB.
 """
 
 
-class AnswerCost(NamedTuple):
+class ResponseCost(NamedTuple):
     """The work and the waits of one response."""
 
     prompt_tokens: float
@@ -46,7 +46,7 @@ class AnswerCost(NamedTuple):
 class GroupCost(NamedTuple):
     """All responses to one prompt."""
 
-    answers: tuple[AnswerCost, ...]
+    answers: tuple[ResponseCost, ...]
     fails: bool
     """Whether the group cannot be scored."""
 
@@ -129,11 +129,11 @@ def _waits(of: Distribution, random: np.random.Generator, shape: tuple[int, ...]
 
 def _answer(
     observed: float, tokens: float, prompt: float, turns: float, tools: list[float], reward: float
-) -> AnswerCost:
+) -> ResponseCost:
     """Return one response's cost: tokens are spread evenly over the turns, the remainder to the last one."""
     written, count = int(tokens), int(turns)
     each = written // count
-    return AnswerCost(
+    return ResponseCost(
         prompt_tokens=prompt,
         turn_tokens=(*(each,) * (count - 1), written - each * (count - 1)),
         tool_s=tuple(tools[: count - 1]),

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from .draws import AnswerCost
+from .draws import ResponseCost
 
 TICK_S = 1e-9
 """Times closer than this are equal; the resolution of the virtual loop."""
@@ -35,7 +35,7 @@ class Served(NamedTuple):
     """As `core.groups.items.Trajectory.spans`, without the tokens of tools."""
 
 
-class Answer:
+class SimulatedResponse:
     """One response in progress."""
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Answer:
         "written",
     )
 
-    def __init__(self, group: SimulatedGroup, index: int, cost: AnswerCost) -> None:
+    def __init__(self, group: SimulatedGroup, index: int, cost: ResponseCost) -> None:
         self.group, self.index, self.cost = group, index, cost
         self.turn = self.written = 0
         """Finished turns, and the tokens that the model wrote in them."""
@@ -65,11 +65,11 @@ class Answer:
 class SimulatedGroup:
     """The responses to one prompt; `done` is set when the last of them is scored."""
 
-    __slots__ = ("answers", "done", "left", "scored_at")
+    __slots__ = ("responses", "done", "left", "scored_at")
 
-    def __init__(self, costs: Sequence[AnswerCost]) -> None:
-        self.answers = [Answer(self, i, cost) for i, cost in enumerate(costs)]
-        self.left = len(self.answers)
+    def __init__(self, costs: Sequence[ResponseCost]) -> None:
+        self.responses = [SimulatedResponse(self, i, cost) for i, cost in enumerate(costs)]
+        self.left = len(self.responses)
         self.scored_at = 0.0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -101,10 +101,10 @@ class Replica:
         """`step_s[c]`: seconds of a step with c responses; its length limits how many run."""
         self.index, self.step_s, self._slots = index, step_s, len(step_s) - 1
         self.steps = self.at = self.frozen_until = 0.0
-        self.heap: list[tuple[float, int, Answer]] = []
+        self.heap: list[tuple[float, int, SimulatedResponse]] = []
         """Running responses by the virtual time at which they finish."""
         self._order = count()
-        self.queue: deque[tuple[float, Answer]] = deque()
+        self.queue: deque[tuple[float, SimulatedResponse]] = deque()
         """Waiting responses, each with its seconds of reading."""
         self.running = self.open = self.place = 0
         self.open_s = self.open_since = 0.0
@@ -130,13 +130,13 @@ class Replica:
         """Serve a version; running responses continue with it."""
         self.pass_to(now)
         self.version = version
-        for end, _, answer in self.heap:
-            if not answer.dead:
+        for end, _, response in self.heap:
+            if not response.dead:
                 left = math.ceil(end - self.steps - TICK_S)
-                written = answer.written + answer.cost.turn_tokens[answer.turn] - left
-                answer.spans.append((version, written))
+                written = response.written + response.cost.turn_tokens[response.turn] - left
+                response.spans.append((version, written))
 
-    def begin(self, now: float, answer: Answer, read_s: float) -> None:
+    def begin(self, now: float, response: SimulatedResponse, read_s: float) -> None:
         """Start a turn, or queue it if all slots are taken."""
         # As `pass_to` and `_admit`, written out: every turn of a simulation comes here.
         frozen = self.frozen_until
@@ -147,17 +147,19 @@ class Replica:
             self.at = now
 
         if self.running >= self._slots:
-            self.queue.append((read_s, answer))
+            self.queue.append((read_s, response))
             return
-        spans = answer.spans
-        if not (spans and spans[-1][0] == self.version and spans[-1][1] < answer.written):
-            self._note_version(answer)
+        spans = response.spans
+        if not (spans and spans[-1][0] == self.version and spans[-1][1] < response.written):
+            self._note_version(response)
         if read_s:
             self.frozen_until = (frozen if frozen > now else now) + read_s
         self.running += 1
-        heappush(self.heap, (self.steps + answer.cost.turn_tokens[answer.turn], next(self._order), answer))
+        heappush(
+            self.heap, (self.steps + response.cost.turn_tokens[response.turn], next(self._order), response)
+        )
 
-    def finished(self, now: float) -> list[Answer]:
+    def finished(self, now: float) -> list[SimulatedResponse]:
         """Remove and return the responses whose turn is finished; queued ones take their slots."""
         # As `pass_to` and `next_at`, written out: this is the innermost loop of a simulation.
         since = self.frozen_until
@@ -171,10 +173,10 @@ class Replica:
             since = now
 
         heap, by = self.heap, now + TICK_S
-        done: list[Answer] = []
+        done: list[SimulatedResponse] = []
         while heap:
-            end, _, answer = heap[0]
-            if answer.dead:
+            end, _, response = heap[0]
+            if response.dead:
                 heappop(heap)
                 continue
             if since + (end - self.steps) * step_s[self.running] > by:
@@ -184,7 +186,7 @@ class Replica:
             if end > self.steps:
                 self.steps = end
             self.running -= 1
-            done.append(answer)
+            done.append(response)
             if self.queue:
                 self._admit_queued(now)
                 since = self.frozen_until if self.frozen_until > now else now
@@ -200,20 +202,20 @@ class Replica:
         since = self.frozen_until if self.frozen_until > now else now
         return since + (heap[0][0] - self.steps) * self.step_s[self.running]
 
-    def forget(self, now: float, answer: Answer) -> None:
+    def forget(self, now: float, response: SimulatedResponse) -> None:
         """Remove a response that runs or waits here; it is marked as dead already."""
         self.pass_to(now)
         queued = len(self.queue)
-        self.queue = deque(entry for entry in self.queue if entry[1] is not answer)
+        self.queue = deque(entry for entry in self.queue if entry[1] is not response)
         if len(self.queue) == queued:
             self.running -= 1
             self._admit_queued(now)
 
-    def fail(self, now: float) -> list[Answer]:
+    def fail(self, now: float) -> list[SimulatedResponse]:
         """Stop; return all responses that ran or waited."""
         self.pass_to(now)
-        lost = [answer for _, _, answer in self.heap if not answer.dead] + [
-            answer for _, answer in self.queue
+        lost = [response for _, _, response in self.heap if not response.dead] + [
+            response for _, response in self.queue
         ]
         self.heap, self.queue = [], deque()
         self.running, self.is_up = 0, False
@@ -222,15 +224,15 @@ class Replica:
 
     def _admit_queued(self, now: float) -> None:
         while self.queue and self.running < self._slots:
-            read_s, answer = self.queue.popleft()
-            self.begin(now, answer, read_s)
+            read_s, response = self.queue.popleft()
+            self.begin(now, response, read_s)
 
-    def _note_version(self, answer: Answer) -> None:
+    def _note_version(self, response: SimulatedResponse) -> None:
         """Record the version that writes the next token of a response, which starts a turn here."""
-        if not answer.started:
-            answer.started, answer.first = True, self.version
+        if not response.started:
+            response.started, response.first = True, self.version
         # What a failed replica wrote of this turn is lost.
-        spans, written = answer.spans, answer.written
+        spans, written = response.spans, response.written
         while spans and spans[-1][1] >= written:
             spans.pop()
         if not spans or spans[-1][0] != self.version:

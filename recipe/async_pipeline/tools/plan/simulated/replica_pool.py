@@ -16,9 +16,9 @@ from typing import Any
 
 from ....core.waits.clock import VirtualTimeLoop
 from ..profile import Decode
-from .draws import AnswerCost
+from .draws import ResponseCost
 from .least_busy import LeastBusy
-from .replica import TICK_S, Answer, Replica, Served, SimulatedGroup
+from .replica import TICK_S, Replica, Served, SimulatedGroup, SimulatedResponse
 
 
 class ReplicaPool:
@@ -34,11 +34,11 @@ class ReplicaPool:
         self._read_s = decode.prefill_token_s
         self._observation_s = observation_tokens * decode.prefill_token_s
         self._least_busy = LeastBusy(self.replicas)
-        self._waiting: deque[Answer] = deque()
+        self._waiting: deque[SimulatedResponse] = deque()
         """Requests while no replica is up."""
         self._checks: list[tuple[float, int, Any]] = []
         """When a replica may have finished a turn. Apart from `_heap`, which is a hundred times as large."""
-        self._heap: list[tuple[float, int, Answer | SimulatedGroup]] = []
+        self._heap: list[tuple[float, int, SimulatedResponse | SimulatedGroup]] = []
         """When a response sends its next turn, or a group is done."""
         self._order = count()
         self._touched: dict[Replica, None] = {}
@@ -49,19 +49,19 @@ class ReplicaPool:
         self._loop = loop
         loop.attach(self._advance)
 
-    async def answer(self, costs: Sequence[AnswerCost]) -> list[Served]:
+    async def generate(self, costs: Sequence[ResponseCost]) -> list[Served]:
         """Generate and score the responses to one prompt. Gives them up when cancelled."""
         group = SimulatedGroup(costs)
         now = self._loop.time()
-        for answer in group.answers:
-            self._request(now, answer)
+        for response in group.responses:
+            self._request(now, response)
         self._plan(now)
         try:
             await group.done
         except asyncio.CancelledError:
             self._give_up(group)
             raise
-        return [Served(answer.first, answer.last, tuple(answer.spans)) for answer in group.answers]
+        return [Served(response.first, response.last, tuple(response.spans)) for response in group.responses]
 
     def end(self) -> None:
         """Forget all requests; the tasks that wait for them will be cancelled."""
@@ -96,10 +96,10 @@ class ReplicaPool:
         replica.open = 0
         replica.wake_at = math.inf
 
-        for answer in lost:
-            answer.replica = None
-            answer.started = answer.turn > 0  # nothing of a first turn remains, so no version wrote it
-            self._request(now, answer)
+        for response in lost:
+            response.replica = None
+            response.started = response.turn > 0  # nothing of a first turn remains, so no version wrote it
+            self._request(now, response)
         self._plan(now)
 
     def revive(self, replica: Replica, version: int) -> None:
@@ -112,43 +112,43 @@ class ReplicaPool:
             self._request(now, self._waiting.popleft())
         self._plan(now)
 
-    def _request(self, now: float, answer: Answer) -> None:
+    def _request(self, now: float, response: SimulatedResponse) -> None:
         """Send the next turn of a response to a replica."""
-        if answer.dead:
+        if response.dead:
             return
-        replica = answer.replica
+        replica = response.replica
         if replica is None or not replica.is_up:
             replica = self._least_busy.pick()
             if replica is None:
-                self._waiting.append(answer)
+                self._waiting.append(response)
                 return
-            moved, answer.replica = answer.turn > 0, replica
-            read_s = answer.cost.prompt_tokens * self._read_s + answer.turn * self._observation_s
+            moved, response.replica = response.turn > 0, replica
+            read_s = response.cost.prompt_tokens * self._read_s + response.turn * self._observation_s
             if moved:  # the new replica also has to read the turns so far
-                read_s += answer.written * self._read_s
+                read_s += response.written * self._read_s
         else:
             read_s = self._observation_s
 
         if not replica.open:
             replica.open_since = now
         self._least_busy.one_more(replica)
-        replica.begin(now, answer, read_s)
+        replica.begin(now, response, read_s)
         self._touched[replica] = None
 
-    def _continue(self, now: float, answer: Answer) -> None:
+    def _continue(self, now: float, response: SimulatedResponse) -> None:
         """Send a later turn of a response to its replica."""
-        if answer.dead:
+        if response.dead:
             return
-        replica = answer.replica
+        replica = response.replica
         if replica is None or not replica.is_up:
-            self._request(now, answer)
+            self._request(now, response)
             self._plan(now)
             return
 
         if not replica.open:
             replica.open_since = now
         self._least_busy.one_more(replica)
-        replica.begin(now, answer, self._observation_s)
+        replica.begin(now, response, self._observation_s)
 
         # As `_plan_one`, written out: every turn of every response comes here.
         turns = replica.heap
@@ -187,16 +187,16 @@ class ReplicaPool:
                 heapreplace(checks, (at, next(self._order), replica))
                 return
 
-        for answer in replica.finished(now):
+        for response in replica.finished(now):
             self._close(now, replica)
-            cost, turn = answer.cost, answer.turn
-            answer.written += cost.turn_tokens[turn]
-            answer.turn = turn + 1
+            cost, turn = response.cost, response.turn
+            response.written += cost.turn_tokens[turn]
+            response.turn = turn + 1
             if turn < len(cost.tool_s):
-                heappush(self._heap, (now + cost.tool_s[turn], next(self._order), answer))
+                heappush(self._heap, (now + cost.tool_s[turn], next(self._order), response))
             else:
-                answer.last = replica.version
-                self._score(now, answer)
+                response.last = replica.version
+                self._score(now, response)
 
         # As `_plan_one`, written out; `finished` has removed dead responses from the front.
         if not turns:
@@ -209,10 +209,10 @@ class ReplicaPool:
         replica.wake_at = at = since + (turns[0][0] - replica.steps) * replica.step_s[replica.running]
         heapreplace(checks, (at, next(self._order), replica))
 
-    def _score(self, now: float, answer: Answer) -> None:
+    def _score(self, now: float, response: SimulatedResponse) -> None:
         """Score a finished response; finish its group after the last one."""
-        group = answer.group
-        scored_at = now + answer.cost.reward_s
+        group = response.group
+        scored_at = now + response.cost.reward_s
         if scored_at > group.scored_at:
             group.scored_at = scored_at
         group.left -= 1
@@ -224,22 +224,22 @@ class ReplicaPool:
         if self._ended:
             return
         now = self._loop.time()
-        for answer in group.answers:
-            runs = answer.replica is not None and answer.last < 0 and self._is_open(answer)
-            answer.dead = True
+        for response in group.responses:
+            runs = response.replica is not None and response.last < 0 and self._is_open(response)
+            response.dead = True
             if runs:
-                assert answer.replica is not None
-                answer.replica.forget(now, answer)
-                self._close(now, answer.replica)
-                self._touched[answer.replica] = None
+                assert response.replica is not None
+                response.replica.forget(now, response)
+                self._close(now, response.replica)
+                self._touched[response.replica] = None
         self._plan(now)
 
-    def _is_open(self, answer: Answer) -> bool:
+    def _is_open(self, response: SimulatedResponse) -> bool:
         """Return whether a response is with its replica, and not with a tool."""
-        replica = answer.replica
+        replica = response.replica
         assert replica is not None
-        return any(one is answer for _, _, one in replica.heap) or any(
-            one is answer for _, one in replica.queue
+        return any(one is response for _, _, one in replica.heap) or any(
+            one is response for _, one in replica.queue
         )
 
     # Time.
@@ -277,7 +277,7 @@ class ReplicaPool:
                 break
             events += 1
             heappop(heap)
-            if isinstance(subject, Answer):
+            if isinstance(subject, SimulatedResponse):
                 self._continue(now, subject)
             else:
                 # The engines continue after the caller of the group, since it may send more requests.

@@ -183,7 +183,7 @@ class SimulatedTrainer:
 
     async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
         costs: GroupCost = prompt.payload
-        served = await recall.bound(self.pool.answer(costs.answers))
+        served = await recall.bound(self.pool.generate(costs.answers))
         if served is None:
             return None
         trajectories = tuple(

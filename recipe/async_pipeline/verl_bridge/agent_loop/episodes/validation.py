@@ -20,7 +20,7 @@ import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from ....core.groups.items import Group, Trajectory
-from ..answers import reward_of
+from ..responses import reward_of
 from ..tokens.version_spans import TURNS
 from .episode import Attempt
 

@@ -25,8 +25,8 @@ from ...calls.ray_calls import cause_of
 from ...rollout.client import refuses_request
 from ..tokens.model_tokens import tokens_of, turn_ends
 from ..tokens.prompt_tokens import SHORT_BYTES
-from .answer_form import structured
 from .reasoning import THINK, Reasoning, has_think_tags, reasoning_of
+from .response_form import structured
 from .tool_types import type_of
 
 T = TypeVar("T")

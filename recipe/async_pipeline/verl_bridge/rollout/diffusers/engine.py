@@ -16,7 +16,7 @@ import torch
 
 from ....diffusion.step_engine import FinishedSample, SampleRequest, StepEngine
 from ....errors import EngineDeadError
-from ....weight_sync.engine.answer import Part
+from ....weight_sync.engine.response import Part
 from ....weight_sync.engine.versioned_engine import AttemptOptions, AttemptTokens
 
 T = TypeVar("T")

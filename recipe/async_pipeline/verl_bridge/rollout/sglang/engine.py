@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from ....core.groups.items import LoadReport
-from ....weight_sync.engine.answer import Part
+from ....weight_sync.engine.response import Part
 from ....weight_sync.engine.versioned_engine import (
     FORM,
     AttemptOptions,

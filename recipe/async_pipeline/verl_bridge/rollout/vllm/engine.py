@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
-from ....weight_sync.engine.answer import Part
+from ....weight_sync.engine.response import Part
 from ....weight_sync.engine.versioned_engine import (
     AttemptOptions,
     AttemptTokens,

@@ -14,6 +14,8 @@ from ....observe.run_directory.picture_folder import Picture, PictureFolder
 from ...agent_loop.diffusion_loop import prompt_of
 from ...rollout.diffusers.fields import PICTURE
 
+PICTURES = 4
+"""Pictures of a step: the first sample of as many prompts."""
 LONGEST_SIDE = 256
 """Pixels; larger pictures are kept smaller."""
 
@@ -21,14 +23,13 @@ LONGEST_SIDE = 256
 class KeptPictures:
     """Takes pictures out of the sample store, before the samples of a step are freed."""
 
-    def __init__(self, run_dir: Path, count: int) -> None:
-        """`count`: pictures of a step."""
-        self._folder, self._count = PictureFolder(run_dir), count
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = PictureFolder(run_dir)
 
     def keep(self, batch: StepBatch) -> None:
         """Write pictures of the first prompts of a batch. Blocks on the sample store."""
         chosen = [found for group in batch.groups if (found := _first(group.trajectories)) is not None]
-        chosen = sorted(chosen, key=lambda one: one.key)[: self._count]
+        chosen = sorted(chosen, key=lambda one: one.key)[:PICTURES]
         if not chosen:
             return
         data = tq.kv_batch_get(

@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Form
-from recipe.async_pipeline.verl_bridge.agent_loop.sessions.answer_form import structured
+from recipe.async_pipeline.verl_bridge.agent_loop.sessions.response_form import structured
 
 SCHEMA = {"type": "object"}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("a", "b")]

@@ -12,9 +12,13 @@ from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.groups.items import Trajectory
 from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.errors import RolloutError
-from recipe.async_pipeline.verl_bridge.agent_loop.answers import ResponseSample, finished_group, trajectory_of
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import Attempt, EpisodeLimits
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.redundancy import Begun
+from recipe.async_pipeline.verl_bridge.agent_loop.responses import (
+    ResponseSample,
+    finished_group,
+    trajectory_of,
+)
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.partial_rollouts import Transcript
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import TURNS
 
