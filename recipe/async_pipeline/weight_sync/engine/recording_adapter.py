@@ -225,6 +225,7 @@ class RecordingAdapter(ABC):
                     return
                 ready = self.convert_piece(replaced(piece, converted))
             yield ready
+            del piece, ready  # one piece at a time is in memory
 
 
 def _arena(manifest: Manifest) -> tuple[str, ...]:
