@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -120,8 +120,8 @@ def leaving_out(adapter: TransformerAdapter, name: str, monkeypatch: pytest.Monk
     """Make its load skip a tensor."""
     load = adapter.load
 
-    def skip(piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        load([one for one in piece if one[0] != name])
+    def skip(pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
+        load([one for one in piece if one[0] != name] for piece in pieces)
 
     monkeypatch.setattr(adapter, "load", skip)
 

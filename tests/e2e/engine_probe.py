@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -200,8 +200,8 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
     report["engine_repeated"], report["transformers_repeated"] = engine_says(llm), transformers_says(model)
     whole = VllmAdapter.load
 
-    def without_embedding(self: Any, piece: list[tuple[str, Any]]) -> None:
-        whole(self, [(n, t) for n, t in piece if "embed_tokens" not in n])
+    def without_embedding(self: Any, pieces: Iterable[list[tuple[str, Any]]]) -> None:
+        whole(self, ([(n, t) for n, t in piece if "embed_tokens" not in n] for piece in pieces))
 
     replace_method("load", without_embedding)
     # Without this, no loader is called any more.

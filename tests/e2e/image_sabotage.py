@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,13 @@ def fault() -> str | None:
     return None
 
 
-def load(self: TransformerAdapter, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+def load(self: TransformerAdapter, pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
     """Leave a tensor out, and serve zeros for it: at first, engines have the weights that are published."""
     wanted = fault()
     for name, served in self.tensors().items():
         if wanted is not None and name.endswith(wanted):
             served.zero_()
-    _load(self, [one for one in piece if wanted is None or not one[0].endswith(wanted)])
+    _load(self, ([one for one in piece if wanted is None or not one[0].endswith(wanted)] for piece in pieces))
 
 
 def commit(self: TransformerAdapter, manifest: Any, piece_bytes: int) -> Any:

@@ -79,6 +79,9 @@ CONFIGS: dict[str, Callable[[Sizes], Any]] = {
         **sizes, **WIDE_HEADS, **FEW_EXPERTS, tie_word_embeddings=False
     ),
     "deepseek-v2": lambda sizes: transformers.DeepseekV2Config(**sizes, **LATENT, tie_word_embeddings=False),
+    "deepseek-v2-joined": lambda sizes: transformers.DeepseekV2Config(
+        **sizes, **(LATENT | {"q_lora_rank": 64}), tie_word_embeddings=False
+    ),
     "gpt-oss": lambda sizes: transformers.GptOssConfig(
         **sizes, **WIDE_HEADS, **FEW_EXPERTS, swiglu_limit=7.0, tie_word_embeddings=False
     ),

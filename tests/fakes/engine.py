@@ -8,6 +8,7 @@ buffer. `Fault`s make its loader wrong in the ways that loaders are wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -113,8 +114,8 @@ class FakeEngine(RecordingAdapter):
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return dict(self.held)
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        given = list(piece)
+    def load(self, pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
+        given = list(chain.from_iterable(pieces))
         for name, tensor in given if self.fault is None else self.fault(self, given):
             self._load_one(name, tensor)
 

@@ -81,9 +81,10 @@ class Fp8Rank(RecordingAdapter):
     def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
         return self._fp8.convert_piece(piece, self.device)
 
-    def load(self, piece: Sequence[Named]) -> None:
+    def load(self, pieces: Iterable[Sequence[Named]]) -> None:
         with self._here():
-            self._fp8.load(piece)
+            for piece in pieces:
+                self._fp8.load(piece)
 
     def finish(self) -> None:
         pass

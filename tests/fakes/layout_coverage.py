@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,8 @@ def wrong(rank: Any, fault: Fault) -> Any:
     """Return an adapter whose loader has a fault."""
     load = rank.load
 
-    def load_wrongly(piece: Sequence[Named]) -> None:
-        load([fault(name, tensor) for name, tensor in piece])
+    def load_wrongly(pieces: Iterable[Sequence[Named]]) -> None:
+        load([fault(name, tensor) for name, tensor in piece] for piece in pieces)
 
     rank.load = load_wrongly
     return rank

@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -28,6 +28,7 @@ from peft import LoraConfig, get_peft_model
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang import cpu_stubs
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of
+from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Named
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.proof.map_check import check_map
@@ -43,6 +44,8 @@ CASES = [
     for size in (1, 2, 4)
 ]
 ADAPTERS = [(name, size) for name in ("qwen2-tied", "llama") for size in (1, 2, 4)]
+JOINED = [("deepseek-v2-joined", size) for size in (1, 2)]
+"""SGLang's loader keeps the tensors that it joins until both have come."""
 ON_A_DEVICE = [("qwen2-tied", 2)]
 RANK, ALPHA = 4, 12
 """Of the adapters. The pool has room for larger ones."""
@@ -117,9 +120,11 @@ def make_rank(
     from recipe.async_pipeline.verl_bridge.rollout.sglang.adapter import SGLangAdapter
 
     class Rank(SGLangAdapter):
-        def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        def load(self, pieces: Iterable[Sequence[Named]]) -> None:
             with as_rank(rank, size):
-                super().load([(renamed.get(name, name), tensor) for name, tensor in piece])
+                super().load(
+                    [(renamed.get(name, name), tensor) for name, tensor in piece] for piece in pieces
+                )
 
         def published(self, manifest: Any) -> dict[str, torch.Tensor]:
             found = super().published(manifest)
@@ -300,6 +305,10 @@ def main(folder: Path) -> None:
     try:
         for name, size in CASES:
             check(name, size, folder / name, publish)
+            sys.stdout.write(f"{name} on {size}\n")
+        for name, size in JOINED:
+            model, ranks = checkpoints.make(name, folder / name), ranks_of(folder / name, size)
+            check_loads(ranks, (publish(checkpoints.train(model, number)) for number in range(2)))
             sys.stdout.write(f"{name} on {size}\n")
         for name, size in ADAPTERS:
             check_adapters(name, size, folder / name, publish)

@@ -269,6 +269,8 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         "check_error": lambda code: None,
     }
     memory_work.threads_of.cache_clear()  # threads that started before do not know the rules
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a run; with more, PyTorch's own copy is used, which may mix memories
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Thread, "run", run_with_rules)
         patched.setattr(torch.UntypedStorage, "clone", cloned)
@@ -282,3 +284,4 @@ def simulated_device() -> Iterator[SimulatedDevice]:
             simulated.synchronize()
             simulated.active = False
             memory_work.threads_of.cache_clear()
+            torch.set_num_threads(threads)

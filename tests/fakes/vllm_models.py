@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import keep_weights_
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Expected
 from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
+from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Named
 from recipe.async_pipeline.weight_sync.memory.manifest import TensorEntry
 
 
@@ -127,10 +129,11 @@ class ModelRank(RecordingAdapter):
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return dict(served_tensors(self.model))
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def load(self, pieces: Iterable[Sequence[Named]]) -> None:
         model: Any = self.model
         with set_current_vllm_config(self.config), as_rank(self.rank, self.size):
-            model.load_weights(iter([named for named in piece if not self._table.is_alias(named[0])]))
+            every = chain.from_iterable(pieces)
+            model.load_weights(named for named in every if not self._table.is_alias(named[0]))
 
     def finish(self) -> None:
         pass

@@ -26,11 +26,8 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture
 def device() -> Iterator[SimulatedDevice]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a run; with more, PyTorch's own copy is used, which may mix memories
     with simulated_device() as simulated:
         yield simulated
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

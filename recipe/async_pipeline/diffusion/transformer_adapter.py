@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,10 +62,10 @@ class TransformerAdapter(RecordingAdapter):
             if any(f"{leaf}{NAME}." in name for leaf in _LEAVES)
         }
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def load(self, pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
         """Copy tensors by name. A tensor that the model does not have is left to the proof."""
         served = self.tensors()
-        for name, tensor in piece:
+        for name, tensor in chain.from_iterable(pieces):
             if name not in served:
                 continue
             if served[name].shape != tensor.shape:

@@ -15,6 +15,7 @@ from recipe.async_pipeline.lab.gpu_kit import engine_check
 from recipe.async_pipeline.lab.gpu_kit.engine_check import VERSIONS, main, saying
 from recipe.async_pipeline.lab.tasks.untrained import main as save_untrained
 from recipe.async_pipeline.tools.report.drawing.wording import ENGINE_LINE
+from recipe.async_pipeline.verl_bridge.rules.expert_backends import ARGUMENT, KERNELS
 
 
 def options(folder: Path, *models: str, ranks: int = 2) -> list[str]:
@@ -45,6 +46,13 @@ def test_the_status_says_whether_all_responses_are_right(
     assert asked == [("/models/qwen3", 2, "cpu"), ("/models/experts", 2, "cpu")]
     assert list(found_in(tmp_path)["models"]) == ["qwen3", "experts"]
     assert capsys.readouterr().out == "".join(f"experts: {one}\n" for one in wrong)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_experts_are_served_by_the_kernels_of_a_run(engine: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128}))
+    assert engine_check.kernels(engine, "cuda", str(tmp_path)) == {ARGUMENT[engine]: KERNELS}
+    assert engine_check.kernels(engine, "cpu", str(tmp_path)) == {}
 
 
 def test_each_version_of_the_weights_says_another_token() -> None:

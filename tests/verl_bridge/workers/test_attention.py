@@ -18,6 +18,7 @@ pytestmark = pytest.mark.real_engine
 ATTENTION = "override_config.attn_implementation"
 ACTOR, CRITIC = (f"{model}.{ATTENTION}" for model in ("actor_rollout_ref.model", "critic.model"))
 ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+FSDP_ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 UNSET = {"trainer.device": "cuda", ACTOR: None, CRITIC: None}
 
 
@@ -45,11 +46,8 @@ def test_a_critic_gets_it_too(module: ModuleType, smoke: Smoke) -> None:
         ({ACTOR: "flash_attention_3"}, {}),
         ({"trainer.device": "cpu"}, {}),
         ({"actor_rollout_ref.actor.strategy": "megatron"}, {}),
-        ({ULYSSES: 2}, {}),
-        ({"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 2}, {}),
-        ({}, {"vision_config": {}}),
     ],
-    ids=["chosen", "cpu", "megatron", "ulysses", "fsdp-ulysses", "pictures"],
+    ids=["chosen", "cpu", "megatron"],
 )
 def test_other_runs_are_left_alone(
     module: ModuleType, smoke: Smoke, changes: dict[str, Any], described: dict[str, Any]
@@ -57,6 +55,24 @@ def test_other_runs_are_left_alone(
     config = smoke(UNSET | changes)
     assert module.set_attention(config, described) is None
     assert chosen(config) == (changes.get(ACTOR), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "described", "user"),
+    [
+        ({ULYSSES: 2}, {}, f"{ULYSSES}=2"),
+        ({FSDP_ULYSSES: 2}, {}, f"{FSDP_ULYSSES}=2"),
+        ({}, {"vision_config": {}}, "a model of pictures"),
+    ],
+    ids=["ulysses", "fsdp-ulysses", "pictures"],
+)
+def test_what_sdpa_cannot_train_is_named(
+    module: ModuleType, smoke: Smoke, changes: dict[str, Any], described: dict[str, Any], user: str
+) -> None:
+    config = smoke(UNSET | changes)
+    line = module.set_attention(config, described)
+    assert line.startswith(f"{user} requires flash-attn to train") and "\n" not in line
+    assert chosen(config) == (None, None)
 
 
 def test_flash_attention_is_used_where_it_is_installed(

@@ -82,6 +82,16 @@ def test_three_versions_are_proved(publish: Publish, size: int, options: dict[st
     check_loads(replica(size, **options), versions)
 
 
+def test_a_loader_may_keep_a_tensor_until_another_comes(publish: Publish) -> None:
+    def kept(engine: FakeEngine, given: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Load nothing in a call that does not get both; they are in two pieces."""
+        return given if {EMBED, BIAS} <= {name for name, _ in given} else []
+
+    (rank,) = replica(1)
+    rank.fault = kept
+    assert load([rank], publish(weights(1)))
+
+
 @pytest.mark.parametrize(("size", "options"), SHAPES)
 def test_a_staged_version_is_served_at_its_commit(
     publish: Publish, size: int, options: dict[str, Any]

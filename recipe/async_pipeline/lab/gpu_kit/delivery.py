@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,8 @@ class DeliveryEngine(RecordingAdapter):
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in piece:
+    def load(self, pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
+        for name, tensor in chain.from_iterable(pieces):
             if name == self._left_out:
                 continue
             layer, _, projection = name.removesuffix(".weight").rpartition(".")

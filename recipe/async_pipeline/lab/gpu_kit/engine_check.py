@@ -66,6 +66,14 @@ def published_weights(model: str) -> dict[str, torch.Tensor]:
     return {part.name: part.values for part in parts if part.values is not None}
 
 
+def kernels(engine: str, device: str, model: str) -> dict[str, str]:
+    """Return the argument for a model's experts that a run gives to the engine."""
+    from ...verl_bridge.rules.expert_backends import expert_kernels
+
+    described = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+    return expert_kernels(engine, device, described)
+
+
 class VllmCheck:
     """One engine, and the versions that it gets."""
 
@@ -93,6 +101,7 @@ class VllmCheck:
             worker_extension_cls=EXTENSION,
             seed=0,
             **more,
+            **kernels("vllm", device, model),
         )
         self._engine = AsyncLLM.from_engine_args(args)
         self._versioned = serve_versions(self._engine)
@@ -224,6 +233,7 @@ def check_sglang(model: str, ranks: int, device: str) -> dict[str, Any]:
         context_length=CONTEXT,
         mem_fraction_static=0.5,
         skip_tokenizer_init=True,
+        **kernels("sglang", device, model),
     )
     asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 0.0}
     started_s = time.perf_counter() - started

@@ -64,14 +64,24 @@ def _chosen(config: DictConfig) -> tuple[str, Any]:
 
 
 def _is_concerned(config: DictConfig, described: Mapping[str, Any]) -> bool:
-    """Return whether the engine may choose such kernels: for unquantized experts, and not on a CPU."""
-    text = described.get("text_config") or described
+    """Return whether the engine may choose such kernels."""
     rollout = config.actor_rollout_ref.rollout
-    return (
-        rollout.name in ARGUMENT
-        and config.trainer.device != "cpu"
-        and rollout.get("quantization") is None
-        and any(text.get(name) for name in EXPERTS)
+    quantized = rollout.get("quantization") is not None
+    return not quantized and bool(expert_kernels(rollout.name, config.trainer.device, described))
+
+
+def expert_kernels(engine: str, device: str, described: Mapping[str, Any]) -> dict[str, str]:
+    """Return the argument that an engine needs for a model that is not quantized; empty if it needs none.
+
+    `described` is the model's `config.json`.
+    """
+    text = described.get("text_config") or described
+    if (
+        engine not in ARGUMENT
+        or device == "cpu"
+        or not any(text.get(name) for name in EXPERTS)
         # Both engines have special kernels for its biases and its activation.
-        and text.get("model_type") != "gpt_oss"
-    )
+        or text.get("model_type") == "gpt_oss"
+    ):
+        return {}
+    return {ARGUMENT[engine]: KERNELS}

@@ -14,7 +14,8 @@ from ..rules.model_rules import has_critic
 ATTENTION = "override_config.attn_implementation"
 """Below a model. verl's default is flash_attention_2."""
 INSTEAD = "sdpa"
-ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+_ACTOR, _SIZE = "actor_rollout_ref.actor", "ulysses_sequence_parallel_size"
+ULYSSES = (f"{_ACTOR}.{_SIZE}", f"{_ACTOR}.fsdp_config.{_SIZE}")
 
 
 def set_attention(config: DictConfig, described: Mapping[str, Any]) -> str | None:
@@ -31,13 +32,14 @@ def set_attention(config: DictConfig, described: Mapping[str, Any]) -> str | Non
         not unset
         or config.trainer.device != "cuda"
         or actor.strategy not in ("fsdp", "fsdp2")
-        # verl's own attention for models of pictures and for shared sequences calls flash-attn in any case.
-        or "vision_config" in described
-        or OmegaConf.select(config, ULYSSES) != 1
-        or actor.fsdp_config.ulysses_sequence_parallel_size != 1
         or find_spec("flash_attn") is not None
     ):
         return None
+    # verl's own attention for models of pictures and for shared sequences calls flash-attn in any case.
+    sharing = [path for path in ULYSSES if OmegaConf.select(config, path) != 1]
+    if sharing or "vision_config" in described:
+        user = f"{sharing[0]}={OmegaConf.select(config, sharing[0])}" if sharing else "a model of pictures"
+        return f"{user} requires flash-attn to train, which is not installed here; install it on the nodes"
     with open_dict(config):
         for path in unset:
             OmegaConf.update(config, path, INSTEAD, force_add=True)

@@ -10,7 +10,8 @@ transposes, sums), the loader continues to be called.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,7 @@ class Recorder(TorchDispatchMode):
         self.filled: list[Filled] = []
         self.other: str | None = None
         """An operation that cannot be repeated from a list."""
+        self._paused = False
         self._published = sorted(
             (t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in published.items() if t.nbytes
         )
@@ -67,6 +69,15 @@ class Recorder(TorchDispatchMode):
         """Start and end of published memory that the loader wanted to be zero."""
         self._composed: list[tuple[StridedBlock, int, int, tuple[int, ...]]] = []
         """Copies of intermediate tensors: a block, and address, element size and stride of its target."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing of what makes the tensors that the loader gets."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def recorded(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> RecordedLoad | None:
         """Return the load for later reuse, or None if it was more than copies or its result was changed."""
@@ -104,6 +115,8 @@ class Recorder(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         if func._schema.is_mutable and self._is_published(args[0]):
             return self._clear(func, args[0])
         if func is _COPY and self._is_cleared(args[1]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -57,8 +57,11 @@ class RecordingAdapter(ABC):
         return piece
 
     @abstractmethod
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Run the engine's loader on some published tensors."""
+    def load(self, pieces: Iterable[Sequence[Named]]) -> None:
+        """Run the engine's loader on a version, whose pieces are converted one by one.
+
+        A loader may keep a tensor until another comes, but only during one call, so give it all at once.
+        """
 
     @abstractmethod
     def finish(self) -> None:
@@ -193,10 +196,8 @@ class RecordingAdapter(ABC):
             self._standby = None  # it belongs to an older record
         published, before = self.published(manifest), _places(tensors)
         recorder = Recorder(published)
-        for piece in self._reader.read(manifest, piece_bytes):
-            ready = self.convert_piece(replaced(piece, converted))
-            with recorder:
-                self.load(ready)
+        with recorder:
+            self.load(self._pieces(manifest, piece_bytes, converted, recorder))
 
         learned = recorder.elements(tensors)
         if learned != self._elements or manifest.tensors != self._layout:
@@ -212,6 +213,19 @@ class RecordingAdapter(ABC):
                 )
         self._recorded = recorder.recorded(manifest, published)
         return served
+
+    def _pieces(
+        self, manifest: Manifest, piece_bytes: int, converted: Converted, recorder: Recorder
+    ) -> Iterator[Sequence[Named]]:
+        """Yield the pieces of a version, converted, which is not recorded."""
+        pieces = self._reader.read(manifest, piece_bytes)
+        while True:
+            with recorder.paused():
+                if (piece := next(pieces, None)) is None:
+                    return
+                ready = self.convert_piece(replaced(piece, converted))
+            yield ready
+            del piece, ready  # one piece at a time is in memory
 
 
 def _arena(manifest: Manifest) -> tuple[str, ...]:

@@ -27,8 +27,9 @@ def test_the_contract_of_adapters_holds(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    names: tuple[str, ...] = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
-    names += tuple(f"adapters of {name}" for name in ("qwen2-tied", "llama"))
+    whole = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
+    adapters = [f"adapters of {name} on {size}" for name in ("qwen2-tied", "llama") for size in (1, 2, 4)]
+    joined = [f"deepseek-v2-joined on {size}" for size in (1, 2)]
     on_a_device = ["qwen2-tied on 2 with a device"]
-    on_the_host = [f"{name} on {size}" for name in names for size in (1, 2, 4)]
-    assert done.stdout.splitlines() == on_the_host + on_a_device
+    on_the_host = [f"{name} on {size}" for name in whole for size in (1, 2, 4)]
+    assert done.stdout.splitlines() == on_the_host + joined + adapters + on_a_device

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,14 @@ TOKENS = 12
 class SabotagedAdapter(VllmAdapter):
     """The adapter of an engine whose loader can be made wrong."""
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def load(self, pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
         swap, last = Path(os.environ[SWAP]), get_tensor_model_parallel_world_size() - 1
         if swap.exists() and get_tensor_model_parallel_rank() == last:
             a, b = json.loads(swap.read_text())
-            piece = [({a: b, b: a}.get(name, name), tensor) for name, tensor in piece]
-        super().load(piece)
+            names = {a: b, b: a}
+            super().load([(names.get(n, n), tensor) for n, tensor in piece] for piece in pieces)
+        else:
+            super().load(pieces)
 
 
 class SabotagedWorker(PipelineWorkerExtension):

@@ -6,7 +6,7 @@ vLLM builds and loads these models on any CPU with AVX-512. Only its matrix prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Queue
 from types import ModuleType, SimpleNamespace
@@ -203,9 +203,9 @@ def no_scales(rank: Any) -> None:
     """verl's conversion without its scales, as a bare load would leave them."""
     load = rank.load
 
-    def without(piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def without(pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
         before = {n: t.clone() for n, t in rank.tensors().items() if n.endswith("_scale_inv")}
-        load(piece)
+        load(pieces)
         for name, values in before.items():
             rank.tensors()[name].copy_(values)
 

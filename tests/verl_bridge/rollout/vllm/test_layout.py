@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +202,8 @@ def renamed(rank: Any, swaps: dict[str, str]) -> None:
     """The loader gets tensors under the names of others."""
     load = rank.load
 
-    def wrong(piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        load([(swaps.get(name, name), tensor) for name, tensor in piece])
+    def wrong(pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
+        load([(swaps.get(name, name), tensor) for name, tensor in piece] for piece in pieces)
 
     rank.load = wrong
 
@@ -247,7 +247,7 @@ def left_out(models: Models, name: str, tensor: str) -> None:
     weights = models.published(name)
     ranks = models.replica(name, 1)
     load = ranks[0].load
-    ranks[0].load = lambda piece: load([named for named in piece if named[0] != tensor])
+    ranks[0].load = lambda pieces: load([named for named in piece if named[0] != tensor] for piece in pieces)
     prove_first(ranks, models.publish(weights))
 
 

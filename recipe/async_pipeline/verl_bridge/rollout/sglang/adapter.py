@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ....errors import WeightSyncError
 from ....weight_sync.engine.engine_adapter import Delivered, Expected
 from ....weight_sync.engine.recording_adapter import RecordingAdapter
+from ....weight_sync.engine.standby.standby_conversion import Named
 from ....weight_sync.engine.standby.standby_version import StagingEnded, ignore
 from ....weight_sync.memory.manifest import Manifest, TensorEntry
 from ..served_tensors import require_fresh_products, served_tensors
@@ -33,9 +35,9 @@ class SGLangAdapter(RecordingAdapter):
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return dict(served_tensors(self._model))
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def load(self, pieces: Iterable[Sequence[Named]]) -> None:
         with submitting_nothing():
-            self._model.load_weights(iter(piece))  # type: ignore[operator]
+            self._model.load_weights(chain.from_iterable(pieces))  # type: ignore[operator]
 
     def finish(self) -> None:
         """SGLang repacks nothing that this package allows; see `sglang_rules.py`."""

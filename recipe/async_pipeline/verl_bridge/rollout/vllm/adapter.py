@@ -9,7 +9,8 @@ its dummy values. So the repacking is disabled before the model is built.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,13 +79,18 @@ class VllmAdapter(RecordingAdapter):
     def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
         return piece if self._fp8 is None else self._fp8.convert_piece(piece, self.device)
 
-    def load(self, piece: Sequence[Named]) -> None:
-        """Load buffers by their names, as verl does, and all others through the model.
+    def load(self, pieces: Iterable[Sequence[Named]]) -> None:
+        """Load buffers by their names, as verl does, and all others through the model."""
+        if self._fp8 is None:
+            self._model.load_weights(self._without_buffers(chain.from_iterable(pieces)))
+        else:
+            for piece in pieces:  # verl's loader would keep all converted tensors until the last one comes
+                self._fp8.load(list(self._without_buffers(piece)))
 
-        vLLM skips second names of tied tensors, and newer versions fail if the first one is in another piece.
-        """
+    def _without_buffers(self, weights: Iterable[Named]) -> Iterator[Named]:
+        """Load buffers and yield all others, but no second names of tied tensors, which vLLM skips."""
         buffers = dict(self._model.named_buffers())
-        for name, tensor in piece:
+        for name, tensor in weights:
             if name in buffers:
                 if buffers[name].shape != tensor.shape:
                     raise WeightSyncError(
@@ -92,13 +98,8 @@ class VllmAdapter(RecordingAdapter):
                         f"but is served as {tuple(buffers[name].shape)}"
                     )
                 buffers[name].copy_(tensor)
-        rest = [
-            (name, tensor) for name, tensor in piece if name not in buffers and not self._table.is_alias(name)
-        ]
-        if self._fp8 is not None:
-            self._fp8.load(rest)
-        else:
-            self._model.load_weights(iter(rest))
+            elif not self._table.is_alias(name):
+                yield name, tensor
 
     def finish(self) -> None:
         if self._fp8 is not None:
