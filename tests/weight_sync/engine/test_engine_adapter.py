@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -228,12 +229,12 @@ class Pinning(RecordingAdapter):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"rows": self.rows, "columns": self.columns}
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        given = dict(piece)
-        if "rows" in given:
-            self.rows.copy_(given["rows"][8:].clone() if self.computes else given["rows"][8:])
-        if "columns" in given:
-            self.columns.copy_(given["columns"][:, PAGES // 2 :])
+    def load(self, pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
+        for name, given in chain.from_iterable(pieces):
+            if name == "rows":
+                self.rows.copy_(given[8:].clone() if self.computes else given[8:])
+            elif name == "columns":
+                self.columns.copy_(given[:, PAGES // 2 :])
 
     def finish(self) -> None:
         pass
@@ -274,9 +275,9 @@ def test_only_what_a_rank_copies_directly_is_pinned_and_not_during_a_commit(
     monitored: list[int] = []
     load = adapter.load
 
-    def monitoring(piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def monitoring(pieces: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
         monitored.append(len(driver.pinned))
-        load(piece)
+        load(pieces)
 
     adapter.load = monitoring  # type: ignore[method-assign]
     adapter.commit(other, 1 << 30)

@@ -14,8 +14,10 @@ from ..rules.model_rules import has_critic
 ATTENTION = "override_config.attn_implementation"
 """Below a model. verl's default is flash_attention_2."""
 INSTEAD = "sdpa"
-_ACTOR, _SIZE = "actor_rollout_ref.actor", "ulysses_sequence_parallel_size"
-ULYSSES = (f"{_ACTOR}.{_SIZE}", f"{_ACTOR}.fsdp_config.{_SIZE}")
+ULYSSES = (
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+)
 
 
 def set_attention(config: DictConfig, described: Mapping[str, Any]) -> str | None:
