@@ -166,12 +166,11 @@ class _Session:
         self._files = {file: digest(self._root / file) for file in files}
         self._collected = [item.nodeid for item in nightly]
         part = {*self._collected}
-        if config.getoption("keyword"):
-            pass
-        elif config.args_source is pytest.Config.ArgsSource.ARGS:
-            self._places = [arg.rstrip("/") for arg in config.args]
-        else:
-            self._places = [TABLE.parent.name]
+        whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+        narrowed = config.getoption("keyword") or config.getoption("markexpr") not in ("", "nightly")
+        if not narrowed:
+            self._places = [TABLE.parent.name] if whole else [arg.rstrip("/") for arg in config.args]
+        if whole and not narrowed:
             groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
             for item in nightly:
                 groups[group_of(item)].append(item.nodeid)

@@ -129,7 +129,7 @@ def test_the_committed_table_names_tests_that_exist() -> None:
 @pytest.fixture
 def toy_tier(tmp_path: Path) -> Callable[..., str]:
     """Runs pytest, with options, on a file of nightly tests that has a table; returns what it printed."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = nightly\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  nightly\n  short\n")
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test_it.py").write_text(
@@ -137,7 +137,7 @@ def toy_tier(tmp_path: Path) -> Callable[..., str]:
         "nightly = pytest.mark.nightly\n"
         "@pytest.fixture(scope='module', params='ab')\ndef engine(request): return request.param\n"
         "@pytest.mark.parametrize('name', ['nightly'])\ndef test_default(name): pass\n"
-        "@nightly\ndef test_passes(): pass\n"
+        "@nightly\n@pytest.mark.short\ndef test_passes(): pass\n"
         "@nightly\n@pytest.mark.parametrize('way', '12')\ndef test_shares(engine, way): pass\n"
         "@pytest.fixture(scope='module')\ndef nodes(): return 2\n"
         "@nightly\n@pytest.mark.parametrize('way', '12')\ndef test_shares_nodes(nodes, way): pass\n"
@@ -193,6 +193,7 @@ def test_the_named_tests_run_and_other_rows_stay(toy_tier: Callable[..., str], t
     before = read_table(tmp_path / TABLE)
     assert "1 passed" in toy_tier("--nightly-part", "tests/test_it.py::test_passes")
     toy_tier("--nightly-part", "-k", "skips")
+    toy_tier("--nightly-part", "tests", "-m", "nightly and short")
     after = read_table(tmp_path / TABLE)
     assert after.keys() - before.keys() == {f"tests/test_it.py::test_{name}" for name in ("passes", "skips")}
     assert before.items() <= after.items()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse our two sections of verl's config, the user's knobs and the state of the run, and Ray's address.
-
-And change keys of a config.
-"""
+"""Read our two sections of verl's config (knobs, state of the run) and Ray's address; change keys of it."""
 
 from __future__ import annotations
 
