@@ -38,8 +38,8 @@ from ..launch.run_config import address_to_join, notes_on_machine, remove_keys, 
 from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
 from .config_rules import (
+    CORRECTION_CHECKS,
     OPTION_CHECKS,
-    check_corrections,
     check_devices,
     check_sections,
     check_types,
@@ -358,7 +358,10 @@ CHECKS: tuple[Check, ...] = (
     *(Check(lambda review, run=run: run(review.config)) for run in OPTION_CHECKS),  # type: ignore[misc]
     Check(lambda review: check_images(review.config, review.knobs, critic=has_critic(review.config))),
     Check(lambda review: require_stages_that_fit(review.config, review.knobs)),
-    Check(lambda review: check_corrections(review.config, review.knobs)),
+    *(
+        Check(lambda review, run=run: run(review.config, review.knobs))  # type: ignore[misc]
+        for run in CORRECTION_CHECKS
+    ),
     Check(_check_resume),
     Check(lambda review: check_types(review.resolved), needs="resolved"),
     Check(_require_inputs, needs="resolved"),

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.checks.divisibility import check_replicas
-from ...config.checks.refusals import Settings, check_all, refuse
+from ...config.checks.refusals import Settings, refuse
 from ...config.checks.rollout_correction import (
     CORRECTION,
     LEFT_OUT,
@@ -220,17 +220,11 @@ def require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> N
         raise ConfigError(f"{OWN}.custom_stages: {error}") from None
 
 
-def check_corrections(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the rollout correction would be left out silently, or be wrong."""
+def _check_loss(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError for an unknown loss, or for parameters that it would refuse minutes later."""
     # Losses that an external library registers in the workers are unknown here.
     external = OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
-    check_all(
-        lambda: refuse((*LEFT_OUT, *SAMPLING), Settings(config, knobs)),
-        lambda: check_estimator(config, {*registered_estimators(), FLOW_GRPO}),
-        lambda: check_loss(config, None if external else {*registered_losses(), *OWN_LOSSES}),
-        lambda: _check_loss_keys(config.actor_rollout_ref.actor.policy_loss),
-        lambda: _try_correction(OmegaConf.select(config, CORRECTION) or {}),
-    )
+    check_loss(config, None if external else {*registered_losses(), *OWN_LOSSES})
 
 
 def _check_loss_keys(losses: DictConfig) -> None:
@@ -293,3 +287,15 @@ def _why_no_weight(function: str, method: Any, threshold: Any) -> str:
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         return " ".join(str(error).split()).rstrip(".")
     return "" if bool(weights.isfinite().all()) else "no finite weight"
+
+
+CORRECTION_CHECKS: tuple[Callable[[DictConfig, AsyncPipelineConfig], None], ...] = (
+    lambda config, knobs: refuse((*LEFT_OUT, *SAMPLING), Settings(config, knobs)),
+    lambda config, knobs: check_estimator(config, {*registered_estimators(), FLOW_GRPO}),
+    _check_loss,
+    lambda config, knobs: _check_loss_keys(config.actor_rollout_ref.actor.policy_loss),
+    lambda config, knobs: _try_correction(OmegaConf.select(config, CORRECTION) or {}),
+)
+"""Checks whether the rollout correction would be left out silently, or be wrong; of these, too, the first one
+that refuses a key decides.
+"""
