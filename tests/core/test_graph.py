@@ -14,7 +14,8 @@ REQUIRED = [role for role in GRAPH if role not in OPTIONAL]
 def test_a_stage_that_is_left_out_takes_its_edges_with_it() -> None:
     graph = graph_of(REQUIRED)
     assert list(graph) == REQUIRED
-    assert graph["rollout"] == ("logp",) and graph["reward"] == ("train",)
+    assert graph["rollout"] == ("reward",) and graph["reward"] == ("train",)
+    assert graph_of([*REQUIRED, "ref_logp"])["rollout"] == ("ref_logp",)
     assert graph_of(GRAPH) == GRAPH
 
 

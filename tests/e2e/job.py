@@ -146,11 +146,14 @@ def check_clean_end(
 
 def check_events(job: Job, *optional: str) -> None:
     """No event breaks a rule, and each role ended well. `optional`: roles of `core.graph.OPTIONAL` that the
-    run has.
+    run has besides `logp`, which its settings tell.
     """
     audit = audit_events(job.events())
     assert audit.violations == []
-    assert {role for role, _ in audit.state.lanes} == (GRAPH.keys() - set(OPTIONAL)) | set(optional)
+    settings = json.loads((job.run_dir / "settings.json").read_text())
+    passed = () if settings["training.old_logp"] == "update" else ("logp",)
+    roles = (GRAPH.keys() - set(OPTIONAL)) | {*optional, *passed}
+    assert {role for role, _ in audit.state.lanes} == roles
     assert set(audit.state.lanes.values()) == {StageState.DONE.name}
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError
-from .knobs.schema import AsyncPipelineConfig
 from .paths import OWN, hint, select
 
 MOST_DEVICES = 1_000_000
@@ -84,6 +83,11 @@ class Placement:
         pool = self.pool_of(role)
         return None if pool is None or "train" in pool.roles else pool
 
+    def without(self, role: str) -> Placement:
+        """Return the placement of a run that lacks a stage; its pool has others."""
+        pools = (replace(pool, roles=tuple(r for r in pool.roles if r != role)) for pool in self.pools)
+        return Placement(tuple(pools))
+
     @property
     def devices(self) -> int:
         return sum(pool.devices for pool in self.pools)
@@ -141,35 +145,6 @@ def placement_of(
         path=path,
         replica=replica if isinstance(replica, int) else 1,
     )
-
-
-def proximal_policy(knobs: AsyncPipelineConfig, placement: Placement, *, bypass: bool) -> str:
-    """Return the policy of old log-probs, one of `schema.OldLogp`.
-
-    `bypass` means that verl uses the log-probs of the rollout. Raises ConfigError if the placement does not
-    permit the chosen policy.
-    """
-    path, pool = f"{OWN}.training.old_logp", placement.own_pool_of("logp")
-    if bypass:
-        return "rollout"
-    if knobs.training.old_logp is None:
-        return "logp_pool" if pool is not None and knobs.staleness.max_lag > 0 else "trainer"
-    if knobs.training.old_logp == "logp_pool" and pool is None:
-        raise ConfigError(
-            f"{path}=logp_pool requires a pool for logp, which shares the training devices; add one to "
-            f"{POOLS}, or use trainer"
-        )
-    if knobs.training.old_logp == "logp_pool" and knobs.staleness.max_lag == 0:
-        raise ConfigError(
-            f"{path}=logp_pool requires {OWN}.staleness.max_lag > 0, got 0, because its policy is older than "
-            "the one that generates; use trainer, or raise max_lag"
-        )
-    if knobs.training.old_logp == "trainer" and pool is not None and knobs.weight_sync.every > 1:
-        raise ConfigError(
-            f"{path}=trainer with a pool for logp requires {OWN}.weight_sync.every=1, got "
-            f"{knobs.weight_sync.every}; set it, or use logp_pool"
-        )
-    return knobs.training.old_logp
 
 
 def wishes_of(pools: Any, path: str = POOLS) -> tuple[Wish, ...]:

@@ -20,9 +20,11 @@ GRAPH: Mapping[str, tuple[str, ...]] = {
     "train": ("param_update",),
     "param_update": (),
 }
-"""The consumers of each stage. A stage that a run does not need is left out with its edges."""
+"""The consumers of each stage. A stage that a run does not need is left out with its edges; `reward` then
+follows the last stage before it that the run has.
+"""
 
-OPTIONAL = ("ref_logp", "values", "critic")
+OPTIONAL = ("logp", "ref_logp", "values", "critic")
 """Stages that a run may leave out."""
 
 
@@ -47,7 +49,8 @@ def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
         raise ConfigError(f"stages {sorted(missing)} cannot be left out; only {', '.join(OPTIONAL)} can")
     if ("values" in wanted) != ("critic" in wanted):
         raise ConfigError("stages values and critic belong together; name both or neither")
-    return {a: tuple(b for b in bs if b in wanted) for a, bs in GRAPH.items() if a in wanted}
+    graph = {a: tuple(b for b in bs if b in wanted) for a, bs in GRAPH.items() if a in wanted}
+    return {**graph, "rollout": graph["rollout"] or ("reward",)}
 
 
 def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str, before: str) -> None:

@@ -25,9 +25,9 @@ from .groups.message_queue import MessageQueue
 from .groups.untrained_groups import Order, Straggler
 from .lag.staleness import Versions
 
-OldLogpSource = Literal["trainer", "logp_pool", "rollout"]
-"""The source of a step's old log-probs: the trainer before the step, a copy that holds the last version
-published before that, or the rollout.
+OldLogpSource = Literal["update", "trainer", "logp_pool", "rollout"]
+"""The source of a step's old log-probs: the trainer before the step, by the forward pass of the update or by
+a separate one; a copy that holds the last version published before that; or the rollout.
 """
 
 
@@ -103,7 +103,7 @@ class Schedule:
         """
         if self.old_logp == "rollout":
             return None
-        if self.old_logp == "trainer":
+        if self.old_logp in ("update", "trainer"):
             return step - 1
         started_with = self.first_step - 1
         return started_with if step - 2 <= started_with else self.publication_before(step - 1)

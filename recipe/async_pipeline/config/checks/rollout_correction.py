@@ -50,6 +50,7 @@ _ACTOR = "actor_rollout_ref.actor"
 WITHOUT_RATIO = ("policy_gradient", "gpg")
 """Losses without a ratio to the old policy."""
 PI_OLD = {
+    "update": "version s-1",
     "trainer": "version s-1",
     "logp_pool": "version s-2",
     "rollout": "the versions that generated the tokens",

@@ -38,7 +38,7 @@ DEFAULT_AHEAD = 3
 MOST_LAG = 1000
 """Each version of lag is a batch in flight, so a typing error must not create millions."""
 
-OldLogp = Literal["trainer", "rollout", "logp_pool"]
+OldLogp = Literal["auto", "update", "trainer", "rollout", "logp_pool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,14 @@ class TrainingConfig:
     """What a training step computes."""
 
     PATH: ClassVar[str] = f"{OWN}.training"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("old_logp",)
 
-    old_logp: OldLogp | None = None
+    old_logp: OldLogp = "auto"
     """The policy whose log-probs are PPO's old log-probs. In step s: trainer (version s-1, as in a sequential
-    run), rollout (the log-probs that the engine recorded during generation; nothing is computed), or
-    logp_pool (version s-2, computed while step s-1 trains; requires a pool for logp). Default: logp_pool
-    where logp has its own pool and max_lag is above 0, else trainer."""
+    run), update (the same, without a forward pass of its own, where a step is one update), rollout (the
+    log-probs that the engine recorded during generation; nothing is computed), or logp_pool (version s-2,
+    computed while step s-1 trains; requires a pool for logp). auto: logp_pool where logp has its own pool and
+    max_lag is above 0, else update where nothing needs the pass (explain says what), else trainer."""
     ref_refresh_every: Annotated[int, Bounds(least=0, remedy="0 is never")] = 0
     """Optimizer steps after which the trained policy replaces the reference policy; 0 is never. With a pool
     for ref_logp, the newest reference is also saved in the run directory."""

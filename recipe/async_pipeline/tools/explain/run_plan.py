@@ -13,6 +13,7 @@ from typing import Any
 from ...config.checks.batch_sizes import training_ranks
 from ...config.checks.rollout_correction import describe_correction
 from ...config.derived.adapters import adapter_rank, publishes_adapters
+from ...config.derived.old_policy import read_before_update
 from ...config.derived.open_requests import OpenRequests
 from ...config.derived.published import arena_bytes, model_parameters, published_parameters, version_bytes
 from ...config.derived.sample_store import StoreBudget, store_budget
@@ -239,7 +240,7 @@ def describe_plan(plan: Plan) -> list[str]:
         f"weights         updated {every}; requests in flight during an update: {sync.in_flight_policy}",
         f"                staged {_STAGED[plan.load_staging]}{_DELTA if sync.delta else ''}",
         f"validation      {_validation(config, knobs)}",
-        f"old log-probs   {_OLD_LOGP[plan.old_logp]}",
+        f"old log-probs   {_OLD_LOGP[plan.old_logp]}{_reader(plan)}",
         f"loss            {plan.loss}",
         f"correction      {plan.correction}",
         *_devices(plan),
@@ -267,7 +268,17 @@ _STAGED = {
 }
 _DELTA = "; other hosts get differences where they are smaller"
 
+
+def _reader(plan: Plan) -> str:
+    """Name what needs a forward pass for old log-probs, if the default would do without."""
+    if plan.old_logp != "trainer" or plan.knobs.training.old_logp != "auto":
+        return ""
+    reader = read_before_update(plan.config)
+    return "" if reader is None else f"; it takes a forward pass because of {reader}"
+
+
 _OLD_LOGP = {
+    "update": "of version s-1, by the forward pass of the update itself",
     "trainer": "step s uses version s-1, the trainer's policy before the step",
     "logp_pool": "step s uses version s-2 (or the last weight update before it), computed during step s-1",
     "rollout": "recorded by the engines during generation; none are computed",

@@ -56,5 +56,7 @@ def describe_loss(config: Mapping[str, Any], old_logp: str, mini_batches: int) -
     if mode in WITHOUT_RATIO:
         return f"{name}: no ratio to an old policy"
     one_update = mini_batches == 1 and select(config, "actor_rollout_ref.actor.ppo_epochs") in (None, 1)
-    always = "; one update per step, so the ratio is 1" if old_logp == "trainer" and one_update else ""
+    always = (
+        "; one update per step, so the ratio is 1" if old_logp in ("update", "trainer") and one_update else ""
+    )
     return f"{name}: ratio of the current policy to {PI_OLD[old_logp]}{always}"

@@ -204,7 +204,7 @@ def _stage_seconds(setting: Setting, work: BatchWork) -> dict[str, float]:
     stages = setting.profile.stages
     of_role = {
         "train": stages.update,
-        "logp": None if setting.old_logp == "rollout" else stages.logp,
+        "logp": None if setting.old_logp in ("update", "rollout") else stages.logp,
         "ref_logp": stages.ref_logp,
         "critic": stages.critic,
         "values": stages.values,
@@ -227,7 +227,7 @@ def _pools(setting: Setting, work: BatchWork) -> dict[str, float]:
     train, own = placement.pool_of("train"), placement.own_pool_of("logp")
     assert train is not None, "every placement has one"
     seconds[train.name] += setting.profile.stages.gather.seconds(0, train.devices) / every
-    if own is not None and setting.old_logp != "rollout":
+    if own is not None and setting.old_logp not in ("update", "rollout"):
         seconds[own.name] += setting.profile.sync.pull_s / every
     return seconds
 

@@ -203,7 +203,7 @@ def overrides(found: SimulatedCandidate) -> list[str]:
     ]
     if knobs.strategy in ("n_step_ahead", "fully_async"):
         lines.append(f"++{own}.staleness.max_lag={knobs.staleness.max_lag}")
-    if setting.profile.stages.logp is None:
+    if setting.old_logp == "rollout":
         lines.append(f"++{own}.training.old_logp=rollout")
     if setting.profile.stages.ref_logp is not None:
         lines.append("actor_rollout_ref.actor.use_kl_loss=True")

@@ -19,6 +19,7 @@ from ...config.checks.environment_arguments import check_environment
 from ...config.checks.refusals import UNREADABLE, Settings, refuse
 from ...config.checks.verl_options import REWARDS
 from ...config.derived.adapters import ASSUMED_RANK, MODEL, adapter_rank, publishes_adapters, rank_in
+from ...config.derived.old_policy import proximal_policy, read_before_update
 from ...config.derived.sample_store import fit_capacity
 from ...config.keys.aliases import BYPASS, FOREIGN
 from ...config.keys.misplaced import FILES_OF, SWITCHES
@@ -27,7 +28,7 @@ from ...config.keys.translation import Translation, is_enabled, require_no_stray
 from ...config.keys.without_effect import profiling_off
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import MODE, OWN, PATCH_FREE, select
-from ...config.placement import POOLS, RATIOS, TASK_RATIOS, TASKS, Placement, placement_of, proximal_policy
+from ...config.placement import POOLS, RATIOS, TASK_RATIOS, TASKS, Placement, placement_of
 from ...errors import ConfigError
 from ...installed.patch_state import require_known, require_patched
 from ...installed.verl import find_verl_root
@@ -75,7 +76,7 @@ class Checked(NamedTuple):
     translation: Translation
     placement: Placement
     old_logp: str
-    """The policy of old log-probs; see `placement.proximal_policy`."""
+    """The policy of old log-probs; see `old_policy.proximal_policy`."""
     unchecked: tuple[str, ...] = ()
     """What is not on this machine, one line each; the run may be elsewhere, and would refuse it there."""
 
@@ -205,7 +206,10 @@ def _place(review: Review) -> None:
 
 def _choose_old_logp(review: Review) -> None:
     """Raises ConfigError if the placement does not permit the chosen policy of old log-probs."""
-    review.old_logp = proximal_policy(review.knobs, review.placement, bypass=review.bypass)
+    reader = read_before_update(review.resolved)
+    review.old_logp = proximal_policy(review.knobs, review.placement, bypass=review.bypass, reader=reader)
+    if review.old_logp == "update":
+        review.placement = review.placement.without("logp")
 
 
 def _resolve(review: Review) -> None:

@@ -108,7 +108,7 @@ class PipelineRun:
         self.wait_timeout_s: float | None = faults.wait_timeout_s
 
         self.calls = BlockingCalls(self.wait_timeout_s)
-        self.stages = VerlStages(verl, self.calls)
+        self.stages = VerlStages(verl, self.calls, self.runtime.old_logp)
         self.startup = Startup(self.config, self.knobs, self.placement, self.calls)
         self.observers = Observers(say, strict=faults.strict_observers)
         self.meters = SampleMeters(self.config, self.knobs.staleness.max_lag)
@@ -454,6 +454,7 @@ class PipelineRun:
     def roles(self) -> Sequence[str]:
         without = set() if self.verl.use_reference_policy else {"ref_logp"}
         without |= set() if self.verl.use_critic else {"values", "critic"}
+        without |= {"logp"} if self.runtime.old_logp == "update" else set()
         return [role for role in GRAPH if role not in without]
 
     def pools(self) -> Mapping[str, int]:
@@ -499,12 +500,16 @@ class PipelineRun:
     async def update(self, batch: StepBatch) -> StepBatch:
         if batch.step < self.config.trainer.critic_warmup:
             return batch
+        if self.runtime.old_logp == "update" and not self.stages.is_one_update(batch):
+            batch = await self.log_probs.before_update(batch)
         return await self.stages.update_actor(batch)
 
     async def update_critic(self, batch: StepBatch) -> StepBatch:
         return await self.stages.update_critic(batch)
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+        if self.stages.is_one_update(batch):
+            batch = await self.log_probs.of_update(batch)
         await self.report.finish(batch, facts)
 
     async def save(

@@ -33,10 +33,10 @@ from ..store.sample_store import count_cores_once
 from ..weights.host_memory_service import HostMemories
 from .expert_load import ExpertLoad
 from .fsdp_shards import TrainingRanks
-from .loss_registry import ppo_loss_with_scores
 from .megatron.replay import replays, require_routes
 from .megatron.rotary import set_rotary_base
 from .shards import Held, assembled, held_by, offload_again
+from .update_log_probs import CORRECTION, UpdateLogProbs
 
 REF_COLUMN = "ref_log_probs_full"
 """verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix
@@ -116,6 +116,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
     """verl's worker, with a separate gather and a separate column for the reference's log-probs."""
 
     actor_worker_cls = ref_worker_cls = EngineWorker
+    _updated: UpdateLogProbs
     _ranks: TrainingRanks | None = None
     _reader: ArenaReader | None = None
 
@@ -125,7 +126,20 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         super().init_model()
         count_cores_once()
         if "actor" in self.role and self.loss_fn.func is ppo_loss:
-            self.actor.set_loss_fn(partial(ppo_loss_with_scores, **self.loss_fn.keywords))
+            self._updated = UpdateLogProbs()
+            self.actor.set_loss_fn(partial(self._updated, **self.loss_fn.keywords))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data: TensorDict) -> Any:
+        """Train as verl does; keep the log-probs if they are to be taken from the update."""
+        if tu.get(data, CORRECTION) is not None:
+            self._updated.begin(data)
+        return super().update_actor(data)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def log_probs_of_update(self, data: TensorDict) -> Any:
+        """Return what the last update has computed for these rows, which `compute_log_prob` would return."""
+        return self._updated.columns()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def gather_weights(self, version: int) -> WeightTicket | None:

@@ -22,6 +22,7 @@ class Trainer:
 
     def __init__(self, coefficient: float | None = None) -> None:
         self.global_steps = 0
+        self.config = None
         self.processor = None
         self.both_inside = threading.Barrier(2)
         if coefficient is not None:
@@ -46,7 +47,7 @@ def meta(load: Load) -> Any:
 
 def stages_of(load: Load, module: ModuleType, trainer: Trainer) -> Any:
     calls = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(60.0)
-    stages = module.VerlStages(trainer, calls)
+    stages = module.VerlStages(trainer, calls, "trainer")
     stages.start(trainer.global_steps)
     return stages
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
+from ....config.derived.old_policy import proximal_policy
 from ....config.derived.scheduling import schedule_of
 from ....config.knobs.schema import AsyncPipelineConfig
 from ....config.knobs.weight_sync import concurrent_loads
-from ....config.placement import Placement, proximal_policy
+from ....config.placement import Placement
 from ....core.flow_state import FlowState
 from ....core.graph import GRAPH
 from ....core.groups.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
@@ -25,7 +26,7 @@ from ....core.groups.recall import Recall
 from ....core.lag.degradation import Caution, Change
 from ....core.lag.token_spans import spans_of
 from ....core.schedule import Schedule
-from ..profile import Profile, Stage
+from ..profile import NOTHING, Profile, Stage
 from .draws import Draws, GroupCost
 from .replica import Replica
 from .replica_pool import ReplicaPool
@@ -67,8 +68,11 @@ class Setting:
 
     @property
     def old_logp(self) -> str:
-        """One of `schema.OldLogp`."""
-        return proximal_policy(self.knobs, self.placement, bypass=self.profile.stages.logp is None)
+        """One of `core.schedule.OldLogpSource`."""
+        if self.knobs.training.old_logp == "update":
+            return "update"
+        absent = self.profile.stages.logp is None
+        return proximal_policy(self.knobs, self.placement, bypass=absent, reader="a profile with its seconds")
 
     @property
     def schedule(self) -> Schedule:
@@ -142,6 +146,7 @@ class SimulatedTrainer:
 
     def roles(self) -> Sequence[str]:
         there = {
+            "logp": None if self.setting.old_logp == "update" else NOTHING,
             "ref_logp": self.profile.stages.ref_logp,
             "values": self.profile.stages.values,
             "critic": self.profile.stages.critic,

@@ -14,11 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl import DataProto
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.workers.utils.padding import response_from_nested
+from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from ....config.derived.adapters import adapter_rank
 from ....config.placement import Placement, Pool
@@ -79,6 +83,42 @@ class LogProbs:
             return await self._with_restarts("logp", lambda: self._old_from_copy(batch))
         stage = self._stages.at(batch.step)._compute_old_log_prob
         return await self._stages.run_on_workers(batch, stage, "old_log_prob")
+
+    async def of_update(self, batch: StepBatch) -> StepBatch:
+        """Add the log-probs that the update has computed, and the metrics of verl's stages that read them."""
+        workers = SimpleNamespace(compute_log_prob=self._stages.workers.log_probs_of_update)
+        view = SimpleNamespace(config=self._config, actor_rollout_wg=workers)
+
+        def store(meta: KVBatchMeta, metrics: dict[str, Any]) -> None:
+            meta.fields = ["response_mask"]
+            PPOTrainer._compute_old_log_prob(view, meta, metrics=metrics)
+            self._correct(meta, metrics)
+
+        return await self._stages.run(batch, store, "old_log_prob")
+
+    async def before_update(self, batch: StepBatch) -> StepBatch:
+        """Add the log-probs of a batch that takes several updates, because responses have several rows."""
+
+        def compute(meta: KVBatchMeta, metrics: dict[str, Any]) -> None:
+            self._stages.at(batch.step)._compute_old_log_prob(meta, metrics=metrics)
+            if (weights := self._correct(meta, metrics)) is not None:
+                fields = TensorDict({"rollout_is_weights": weights}, batch_size=len(meta))
+                tq.kv_batch_put(keys=meta.keys, partition_id=meta.partition_id, fields=fields)
+
+        return await self._stages.run_on_workers(batch, compute, "old_log_prob")
+
+    def _correct(self, meta: KVBatchMeta, metrics: dict[str, Any]) -> torch.Tensor | None:
+        """Add verl's metrics of the correction; return its weights, jagged (batch, response length)."""
+        correction = self._config.algorithm.get("rollout_correction")
+        if correction is None or not self._config.actor_rollout_ref.rollout.calculate_log_probs:
+            return None
+        columns = ["old_log_probs", "rollout_log_probs", "response_mask"]
+        data = tq.kv_batch_get(keys=meta.keys, partition_id=meta.partition_id, select_fields=columns)
+        padded = DataProto(batch=data.to_padded_tensor())
+        corrected, found = compute_rollout_correction_and_add_to_batch(padded, correction)
+        metrics.update(found)
+        weights = corrected.batch.get("rollout_is_weights")
+        return None if weights is None else response_to_nested(weights, data["response_mask"])
 
     async def reference(self, batch: StepBatch) -> StepBatch:
         """Add the log-probs of the reference policy of the step."""

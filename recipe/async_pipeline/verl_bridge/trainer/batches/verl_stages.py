@@ -9,10 +9,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from omegaconf import OmegaConf, open_dict
 from transfer_queue import KVBatchMeta
 
 from ....core.groups.items import StepBatch
 from ...store.sample_columns import trained_columns
+from ...workers.update_log_probs import CORRECTION
 from ..calls import BlockingCalls
 
 
@@ -52,9 +54,27 @@ class VerlStages:
     step; the attributes of the trainer itself are never written.
     """
 
-    def __init__(self, trainer: Any, calls: BlockingCalls) -> None:
+    def __init__(self, trainer: Any, calls: BlockingCalls, old_logp: str) -> None:
         self._trainer, self._calls = trainer, calls
         self._kl: KlControl | None = None
+        self._correction: dict[str, Any] | None = None
+        """verl's correction, where the update applies it."""
+        self._config = trainer.config
+        """The config of reward and train."""
+        if old_logp == "update":
+            section = OmegaConf.select(trainer.config, "algorithm.rollout_correction") or {}
+            self._correction = dict(section)
+            section = trainer.config.actor_rollout_ref
+            self._rows_of_update = int(section.actor.ppo_mini_batch_size * section.rollout.n)
+            self._config = copy.deepcopy(trainer.config)
+            with open_dict(self._config):
+                self._config.algorithm.rollout_correction = None
+                self._config.actor_rollout_ref.actor.calculate_entropy = True
+
+    @property
+    def workers(self) -> Any:
+        """Return the workers that train the policy."""
+        return self._trainer.actor_rollout_wg
 
     def start(self, step: int) -> None:
         """Take the state after `step` from the trainer. Call this after loading a checkpoint."""
@@ -94,6 +114,10 @@ class VerlStages:
 
         return await self.run(batch, with_columns, timer)
 
+    def is_one_update(self, batch: StepBatch) -> bool:
+        """Return whether the log-probs of a batch come from its update: it is the only one of the step."""
+        return self._correction is not None and len(batch.payload) <= self._rows_of_update
+
     async def values(self, batch: StepBatch) -> StepBatch:
         return await self.run_on_workers(batch, self.at(batch.step)._compute_values, "values")
 
@@ -103,11 +127,21 @@ class VerlStages:
     async def update_actor(self, batch: StepBatch) -> StepBatch:
         if self._kl is not None:
             self._kl.forget_before(batch.step)
-        return await self.run_on_workers(batch, self.at(batch.step)._update_actor, "update_actor")
+        view = self.at(batch.step)
+        view.config = self._config
+
+        @wraps(view._update_actor)
+        def update(meta: KVBatchMeta, metrics: dict[str, Any]) -> Any:
+            if self.is_one_update(batch):
+                meta.extra_info[CORRECTION] = self._correction
+            return view._update_actor(meta, metrics=metrics)
+
+        return await self.run_on_workers(batch, update, "update_actor")
 
     async def advantages(self, batch: StepBatch) -> StepBatch:
         """Compute advantages, with the KL coefficient after the previous step."""
         view = self.at(batch.step)
+        view.config = self._config
         if self._kl is not None:
             view.kl_ctrl_in_reward = self._kl.before(batch.step)
         done = await self.run(batch, view._compute_advantage, "adv")
