@@ -71,7 +71,8 @@ def test_one_update_a_step_needs_no_pass() -> None:
     ],
 )
 def test_the_default(placement: Placement, lag: int, reader: str | None, found: str) -> None:
-    knobs = AsyncPipelineConfig(staleness=StalenessConfig(max_lag=lag))
+    strategy = "n_step_ahead" if lag else "on_policy"
+    knobs = AsyncPipelineConfig(strategy=strategy, staleness=StalenessConfig(max_lag=lag))
     assert proximal_policy(knobs, placement, bypass=False, reader=reader) == found
     assert proximal_policy(knobs, placement, bypass=True, reader=reader) == "rollout"
 
