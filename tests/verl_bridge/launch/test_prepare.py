@@ -383,11 +383,11 @@ def test_a_cluster_that_does_not_answer_is_an_error(
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]] = {
-    "none": ({}, {"train": (["train", "logp", "ref_logp"], 1), "generate": (["generate"], 1)}, "trainer"),
+    "none": ({}, {"train": (["train", "ref_logp"], 1), "generate": (["generate"], 1)}, "update"),
     "halves": (
         {"trainer.use_nodes_ratios": [0.5] * 4, "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.nnodes": 0},
-        {"train": (["train", "logp", "ref_logp"], 2), "generate": (["generate"], 2)},
-        "trainer",
+        {"train": (["train", "ref_logp"], 2), "generate": (["generate"], 2)},
+        "update",
     ),
     "quarters": (
         {
@@ -405,8 +405,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]]
             "trainer.n_gpus_per_node": 2,
             f"{ROLLOUT}.n_gpus_per_node": 2,
         },
-        {"train": (["train", "logp"], 2), "ref_logp": (["ref_logp"], 1), "generate": (["generate"], 1)},
-        "trainer",
+        {"train": (["train"], 2), "ref_logp": (["ref_logp"], 1), "generate": (["generate"], 1)},
+        "update",
     ),
     "with a critic": (
         {

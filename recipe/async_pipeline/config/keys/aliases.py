@@ -39,7 +39,7 @@ def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> d
         found[_BATCH] = batches * mini
     if own.get("training.old_logp") == "rollout":
         found[BYPASS] = True
-    elif own.get("training.old_logp") is not None and select(raw, BYPASS):
+    elif own.get("training.old_logp") not in (None, "auto") and select(raw, BYPASS):
         raise ConfigError(
             f"{BYPASS}=True takes old log-probs from the rollout, but "
             f"{OWN}.training.old_logp={own['training.old_logp']}; keep one of them"
