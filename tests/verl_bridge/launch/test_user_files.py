@@ -87,6 +87,19 @@ def test_agent_loops_of_a_file_have_names_and_classes(write: Write, monkeypatch:
     assert problem.startswith(f"{LOOPS} must name a file with a list of agent loops, got ")
 
 
+def test_a_misspelled_loop_is_named_together_with_the_file_of_loops(write: Write) -> None:
+    missing, known = faults_of_user_files(nested({**GIVEN, LOOPS: "/no/file", LOOP: "tool_agnet"}))
+    assert missing.problem.startswith(f"{LOOPS} must name an existing file")
+    assert (
+        known.problem.startswith(f"{LOOP} must be one of ") and "did you mean 'tool_agent'" in known.problem
+    )
+    assert known.absent == f"{LOOP}=tool_agnet, which {LOOPS} may define"
+    (fault,) = faults_of_user_files(nested({**GIVEN, LOOPS: "/no/file", LOOP: "browser"}))
+    assert fault.problem == missing.problem, "the file may define it"
+    (problem, _) = problems({LOOPS: write("loops.yaml", "name: mine\n"), LOOP: "tool_agnet"})
+    assert problem.startswith(f"{LOOPS} must name a file with a list of agent loops, got ")
+
+
 def test_tools_of_a_file_have_types_and_classes(write: Write) -> None:
     def tool(name: str, kind: str) -> str:
         return write("tools.yaml", f"tools:\n  - class_name: {name}\n    config: {{type: {kind}}}\n")

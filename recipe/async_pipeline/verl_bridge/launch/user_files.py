@@ -183,22 +183,27 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
     """Check the file of agent loops, and names that verl and this file register."""
     listed = _documents(config, LOOPS)
     own = list[str]()
-    if isinstance(listed, InputFault):
-        yield listed
-    elif isinstance(listed, list) and all(isinstance(one, Mapping) for one in listed):
+    if isinstance(listed, list) and all(isinstance(one, Mapping) for one in listed):
         own = [str(one.get("name")) for one in listed]
         for one in listed:
             yield from _faults_of_class(LOOPS, str(one.get("_target_")))
     elif listed is not None:
-        yield InputFault(f"{LOOPS} must name a file with a list of agent loops, got {listed!r}; correct it")
+        if not isinstance(listed, InputFault):
+            listed = InputFault(
+                f"{LOOPS} must name a file with a list of agent loops, got {listed!r}; correct it"
+            )
+        yield listed
     if select(config, EXTERNAL) or not suffices():
         return  # others may register names
     loop, form = select(config, LOOP), select(config, FORMAT)
     loops = [*own, *sorted(registered_agent_loops()), *OWN_LOOPS]
-    if loop not in loops and not isinstance(listed, InputFault):
+    alike = hint(str(loop), loops)
+    # A file that cannot be read may define any name; one that is nearly a known one is rather misspelled.
+    if loop not in loops and (alike or not isinstance(listed, InputFault)):
+        absent = isinstance(listed, InputFault) and listed.absent
         yield InputFault(
-            f"{LOOP} must be one of {', '.join(loops)}, got {loop!r}{hint(str(loop), loops)}; correct it, or "
-            f"define it in {LOOPS}"
+            f"{LOOP} must be one of {', '.join(loops)}, got {loop!r}{alike}; correct it, or define it in {LOOPS}",
+            f"{LOOP}={loop}, which {LOOPS} may define" if absent else "",
         )
     forms = sorted(registered_tool_parsers())
     alike = hint(str(form), forms)
