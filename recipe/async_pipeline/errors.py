@@ -10,6 +10,9 @@ from __future__ import annotations
 class AsyncPipelineError(Exception):
     """Root of all errors of this package."""
 
+    warnings: tuple[str, ...] = ()
+    """Lines that a command prints after the error."""
+
 
 class ConfigError(AsyncPipelineError, ValueError):
     """A key is unknown, misplaced, contradictory or out of range; raised before Ray starts.

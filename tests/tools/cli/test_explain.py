@@ -220,6 +220,18 @@ def test_all_problems_are_listed_in_one_call(capsys: pytest.CaptureFixture[str])
     assert listed[3].startswith("  4. actor_rollout_ref.model.lora.rank must be 0 or")
 
 
+@pytest.mark.parametrize("wrong", ["data.nothing=1", "trainer.val_only=True"])
+def test_warnings_about_the_machine_come_after_the_problems(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/tmp/" + "x" * 95)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    assert main([*SMOKE, wrong]) == 2
+    problem, warning = capsys.readouterr().err.partition("async-pipeline explain: ")[2].splitlines()
+    assert problem.startswith(wrong.partition("=")[0])
+    assert warning.startswith("WARNING: on this machine TMPDIR must have at most 39 bytes, got 100: ")
+
+
 def test_problems_of_other_entry_points_and_of_old_keys_are_listed_with_the_rest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -146,8 +146,11 @@ def checked_with(
     try:
         found = checked(config, absent=absent)
     except ConfigError as error:
-        raise ConfigError(*problems, *error.problems) from None
+        error.args = (*problems, *error.args)
+        raise
     if problems or found is None:
         off = "the pipeline is switched off; remove the override that does so"
-        raise ConfigError(*(problems or (off,)))
+        refused = ConfigError(*(problems or (off,)))
+        refused.warnings = () if found is None else found.on_machine
+        raise refused
     return found

@@ -70,6 +70,8 @@ class Checked(NamedTuple):
     """The policy of old log-probs; see `placement.proximal_policy`."""
     unchecked: tuple[str, ...] = ()
     """What is not on this machine, one line each; the run may be elsewhere, and would refuse it there."""
+    on_machine: tuple[str, ...] = ()
+    """What the run may do without on this machine, one warning each; also in the translation's notes."""
 
 
 @dataclass
@@ -83,6 +85,8 @@ class Review:
     absent: list[str] | None = None
     """See `checked`."""
     unchecked: list[str] = field(default_factory=list)
+    on_machine: tuple[str, ...] = ()
+    """See `Checked`."""
     placed: bool = True
     """Whether the keys that place the stages are right."""
     translation: Translation = field(init=False)
@@ -120,8 +124,11 @@ def checked(config: DictConfig, *, absent: list[str] | None = None) -> Checked |
         return None
     review = Review(raw, copy.deepcopy(config), absent, [] if absent is None else absent)
     if problems := tuple(_problems(review)):
-        raise ConfigError(*problems)
-    return Checked(review.translation, review.placement, review.old_logp, tuple(review.unchecked))
+        error = ConfigError(*problems)
+        error.warnings = review.on_machine
+        raise error
+    unchecked = tuple(review.unchecked)
+    return Checked(review.translation, review.placement, review.old_logp, unchecked, review.on_machine)
 
 
 def _require_patches(review: Review) -> None:
@@ -235,7 +242,8 @@ def _require_inputs(review: Review) -> None:
 def _require_machine(review: Review) -> None:
     """Raises ConfigError if Ray and the run could not start here; notes what the run may do without."""
     if address_to_join(review.config) is None:  # a cluster that runs already has started
-        _note(review, notes_on_machine(review.resolved, review.knobs, planning=review.planning))
+        review.on_machine = notes_on_machine(review.resolved, review.knobs, planning=review.planning)
+        _note(review, review.on_machine)
 
 
 def _note(review: Review, notes: Iterable[str]) -> None:
