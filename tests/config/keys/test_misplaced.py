@@ -32,6 +32,8 @@ def test_a_key_that_the_config_lacks() -> None:
         "trainer.nope is not a key of this config, and no code of verl reads it; leave it out, or write "
         "+trainer.nope=... for code of yours that does"
     )
+    loss = "actor_rollout_ref.actor.policy_loss.tis_upper_bound"  # this package's, in a section of verl
+    assert unknown_key(loss, fixed=True).endswith(f"check its spelling, or write +{loss}=... to add it")
     assert unknown_key("max_turns", read=False).endswith(f"leave it out, or set {OWN}.agentic.max_turns")
 
 

@@ -31,6 +31,10 @@ STAGES = f"{OWN}.custom_stages"
             f'{STAGES}=["a:B"',
             "an override cannot be parsed (no viable alternative at input '[\"a:B\"'); put ",
         ),
+        (
+            f"{STAGES}=a,b",
+            f"{STAGES} must be one value, got a,b; write '{STAGES}=[a,b]' for a list",
+        ),
     ],
 )
 def test_a_complaint_becomes_one_line(override: str, line: str) -> None:

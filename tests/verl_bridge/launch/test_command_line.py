@@ -14,6 +14,7 @@ from tests import REPOSITORY
 pytestmark = pytest.mark.real_engine
 
 SMOKE = ["--config-path", str(REPOSITORY / "configs"), "--config-name=smoke_cpu"]
+GDPO = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"]
 UNKNOWN = [
     "actor_rollout_ref.actor.ppo_mini_batch_sise=8",
     "trainer.nodes=2",
@@ -24,8 +25,9 @@ UNKNOWN = [
 
 def test_all_unknown_keys_are_named_with_what_else_is_wrong(module: ModuleType) -> None:
     with pytest.raises(ConfigError) as raised:
-        module.check_command_line(["actor_rollout_ref.rollout.name=vllm", *UNKNOWN])
+        module.check_command_line(["actor_rollout_ref.rollout.name=vllm", *UNKNOWN, *GDPO])
     first, second, third, *others = raised.value.problems
+    assert not any("gdpo_reward_keys" in other for other in others[1:]), "one line for a key"
     assert first.endswith("is not a key of this config; did you mean 'ppo_mini_batch_size'?")
     assert second == "trainer.nodes is not a key of this config; did you mean 'nnodes'?"
     assert third.startswith(

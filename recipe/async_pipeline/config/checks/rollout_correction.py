@@ -91,7 +91,7 @@ CORRECTING_LOSS = "bypass_mode"
 
 
 def _bypassed(at: Settings) -> bool:
-    return bool(at[f"{CORRECTION}.bypass_mode"])
+    return at[f"{CORRECTION}.bypass_mode"] is True
 
 
 def _corrects_in_the_loss(at: Settings) -> bool:

@@ -160,7 +160,7 @@ def unknown_key(path: str, near: str | None = None, *, read: bool = True, fixed:
         places = _places().get(path.rpartition(".")[2], ())
         if places and path not in places:
             return f"{path} is not a key of this config; leave it out, or set {' or '.join(places)}"
-        if fixed:
+        if fixed and not places:
             return f"{path} is not a key of this config, nor of its section's class; leave it out"
         if not (read or places):
             return (

@@ -19,6 +19,7 @@ _NO_OPTION = re.compile(
     r"(?P<options>(?:\n\t.+)+)"
 )
 _NO_FILE = re.compile(r"^Cannot find primary config '(.+?)'")
+_AMBIGUOUS = re.compile(r"^Ambiguous value for argument '(.+?)=(.+)'")
 _UNREADABLE = re.compile(
     r"^(?:LexerNoViableAltException: (?P<override>.+)"
     r"|(?P<reason>(?:no viable alternative at|mismatched|extraneous) input .+|token recognition error.+))$"
@@ -99,6 +100,8 @@ def explain_complaint(complaint: str, near: Callable[[str], str | None] = lambda
         )
     if found := _NO_FILE.match(complaint):
         return f"{found[1]} is not one of verl's configurations; give its folder by --config-path=/..."
+    if found := _AMBIGUOUS.match(complaint):
+        return f"{found[1]} must be one value, got {found[2]}; write '{found[1]}=[{found[2]}]' for a list"
     if found := _UNREADABLE.match(complaint.split("\n")[0]):
         what = found["override"] or "an override"
         if not what.isascii() and quote_names(what) == what:

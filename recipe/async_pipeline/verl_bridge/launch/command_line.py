@@ -143,14 +143,8 @@ def checked_with(
 
     `absent`: see `config_checks.checked`.
     """
-    try:
-        found = checked(config, absent=absent)
-    except ConfigError as error:
-        error.args = (*problems, *error.args)
-        raise
-    if problems or found is None:
+    found = checked(config, problems, absent=absent)
+    if found is None:
         off = "the pipeline is switched off; remove the override that does so"
-        refused = ConfigError(*(problems or (off,)))
-        refused.warnings = () if found is None else found.on_machine
-        raise refused
+        raise ConfigError(*(problems or (off,)))
     return found

@@ -70,8 +70,6 @@ class Checked(NamedTuple):
     """The policy of old log-probs; see `placement.proximal_policy`."""
     unchecked: tuple[str, ...] = ()
     """What is not on this machine, one line each; the run may be elsewhere, and would refuse it there."""
-    on_machine: tuple[str, ...] = ()
-    """What the run may do without on this machine, one warning each; also in the translation's notes."""
 
 
 @dataclass
@@ -86,7 +84,7 @@ class Review:
     """See `checked`."""
     unchecked: list[str] = field(default_factory=list)
     on_machine: tuple[str, ...] = ()
-    """See `Checked`."""
+    """What the run may do without on this machine, one warning each."""
     placed: bool = True
     """Whether the keys that place the stages are right."""
     translation: Translation = field(init=False)
@@ -109,10 +107,13 @@ class Review:
         return self.absent is not None
 
 
-def checked(config: DictConfig, *, absent: list[str] | None = None) -> Checked | None:
+def checked(
+    config: DictConfig, given: tuple[str, ...] = (), *, absent: list[str] | None = None
+) -> Checked | None:
     """Run `CHECKS` on a config. Returns what they found, or None if the config does not ask for the pipeline.
 
-    `absent`: of a run elsewhere, to which what is missing only here is added, one line each.
+    `given`: problems of the command line, which are listed first. `absent`: of a run elsewhere, to which what
+    is missing only here is added, one line each.
 
     Raises ConfigError with all problems, or PatchedVerlRequired, if the pipeline could not run; leaves the
     config as it is.
@@ -120,15 +121,17 @@ def checked(config: DictConfig, *, absent: list[str] | None = None) -> Checked |
     replaced.apply("configuration")
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
-        require_no_stray_keys(raw)
+        try:
+            require_no_stray_keys(raw)
+        except ConfigError as error:
+            raise ConfigError(*given, *error.problems) from None
         return None
     review = Review(raw, copy.deepcopy(config), absent, [] if absent is None else absent)
-    if problems := tuple(_problems(review)):
-        error = ConfigError(*problems)
-        error.warnings = review.on_machine
-        raise error
-    unchecked = tuple(review.unchecked)
-    return Checked(review.translation, review.placement, review.old_logp, unchecked, review.on_machine)
+    if problems := (*given, *_problems(review, given)):
+        refused = ConfigError(*problems)
+        refused.warnings = review.on_machine
+        raise refused
+    return Checked(review.translation, review.placement, review.old_logp, tuple(review.unchecked))
 
 
 def _require_patches(review: Review) -> None:
@@ -390,18 +393,21 @@ def _key_of(problem: str) -> str:
     return problem.partition(" ")[0].partition("=")[0]
 
 
-def _problems(review: Review) -> Iterator[str]:
-    """Run the checks; yield one line for each problem; the first check that refuses a key decides."""
-    keys: set[str] = set()
+def _problems(review: Review, given: Iterable[str]) -> Iterator[str]:
+    """Run the checks; yield one line for each problem; the first check that refuses a key decides.
+
+    `given`: problems that are known.
+    """
+    keys = before = {*map(_key_of, given)}
     for check in CHECKS:
-        if (check.last and keys) or (check.needs and not hasattr(review, check.needs)):
+        if (check.last and keys != before) or (check.needs and not hasattr(review, check.needs)):
             continue
         try:
             check.run(review)
         except ConfigError as error:
             new = [problem for problem in error.problems if _key_of(problem) not in keys]
             yield from dict.fromkeys(new)
-            keys.update(map(_key_of, new))
+            keys = keys.union(map(_key_of, new))
             if check.stops and not hasattr(review, check.finds):
                 return
         except (*UNREADABLE, OmegaConfBaseException):
