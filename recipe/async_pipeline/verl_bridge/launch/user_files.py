@@ -36,7 +36,6 @@ OWN_LOOPS = ("agent_session", "environment", "diffusion")
 """Agent loops of this package."""
 MANAGER = "reward.reward_manager"
 REWARD = "reward.custom_reward_function"
-OURS = f"{PACKAGE}recipe.async_pipeline."
 IMPORT_S = 60.0
 """Time for a reward function's file. A slower one is left to the workers."""
 _LOAD = """
@@ -93,12 +92,6 @@ def _faults_of_reward(config: Mapping[str, Any]) -> Iterator[InputFault]:
 
 def _failure(path: str, name: str) -> str:
     """Return the last line of the error with which a function's file cannot be loaded, or nothing."""
-    if path.startswith(OURS):  # another process would import this package again
-        try:
-            getattr(importlib.import_module(path.removeprefix(PACKAGE)), name)
-        except (ImportError, AttributeError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
     command = [sys.executable, "-c", _LOAD, user_modules.__file__, path, name]
     try:
         done = subprocess.run(
