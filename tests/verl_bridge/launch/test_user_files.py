@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.paths import nested
+from recipe.async_pipeline.config.paths import OWN, nested
 from recipe.async_pipeline.verl_bridge.launch import light_verl
 from recipe.async_pipeline.verl_bridge.launch.user_files import OWN_LOOPS, faults_of_user_files
 from tests import FAKES
@@ -148,6 +148,55 @@ def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:
     file = write("score.py", "import no_such_package\n")
     (fault,) = faults_of_user_files(nested({**GIVEN, **named, f"{REWARD}.path": file}))
     assert fault.absent.startswith(f"{REWARD}.path={file}: ") and "no_such_package" in fault.absent
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("score = 3", "TypeError: score is no function, but 3"),
+        ("def score(solution): return 1.0", "TypeError: missing a required argument: 'solution'"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one two"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_refused(write: Write, text: str, reason: str) -> None:
+    (problem,) = problems({f"{REWARD}.name": "score", f"{REWARD}.path": write("score.py", text)})
+    assert f" cannot be used ({reason}); " in problem
+
+
+def test_a_reward_function_may_be_of_any_kind_that_takes_the_arguments(write: Write) -> None:
+    kinds = """
+import functools
+
+def with_client(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function("client", *args, **kwargs)
+    return call
+
+@with_client
+def decorated(client, data_source, solution_str, ground_truth, extra_info): return 1.0
+async def later(data_source, solution_str, ground_truth, extra_info=None, *, strict): return 1.0
+def many(data_sources, solution_strs, ground_truths, extra_infos): return [1.0]
+def judged(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer
+): return 1.0
+"""
+    file = {f"{REWARD}.path": write("kinds.py", kinds)}
+    more: dict[str, dict[str, Any]] = {
+        "decorated": {},
+        "later": {f"{REWARD}.reward_kwargs": {"strict": True}},
+        "many": {f"{OWN}.reward.batch": 4},
+        "judged": {"reward.reward_model.enable": True},
+    }
+    for name, changes in more.items():
+        assert problems({**file, f"{REWARD}.name": name, **changes}) == []
+        assert len(problems({**file, f"{REWARD}.name": name})) == bool(changes)
+
+
+def test_a_folder_is_no_reward_function_on_any_machine(tmp_path: Path) -> None:
+    (fault,) = faults_of_user_files(nested({**GIVEN, f"{REWARD}.path": str(tmp_path)}))
+    assert fault.problem.startswith(f"{REWARD}.path must be an existing Python file") and not fault.absent
 
 
 @pytest.mark.parametrize(

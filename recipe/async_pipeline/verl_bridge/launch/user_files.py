@@ -11,7 +11,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from ..process import user_modules
 from ..process.user_modules import FILE, PACKAGE
+from ..reward.executor import LISTS
 from .data_files import InputFault
 from .light_verl import registered_agent_loops, registered_reward_managers, registered_tool_parsers, suffices
 
@@ -36,25 +37,40 @@ OWN_LOOPS = ("agent_session", "environment", "diffusion")
 """Agent loops of this package."""
 MANAGER = "reward.reward_manager"
 REWARD = "reward.custom_reward_function"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+OF_A_MODEL = ("reward_router_address", "reward_model_tokenizer")
+"""Arguments of a call, and more of one with a reward model."""
 IMPORT_S = 60.0
 """Time for a reward function's file. A slower one is left to the workers."""
 _LOAD = """
 import importlib
+import inspect
 import runpy
 import sys
 from pathlib import Path
 
-loader, path, name = sys.argv[1:]
+loader, path, name, *given = sys.argv[1:]
 try:
     if path.startswith("pkg://"):
         module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
     else:
         module = runpy.run_path(loader)["module_of"](Path(path.removeprefix("file://")))
-    getattr(module, name)
-except Exception as error:
-    sys.exit(f"{type(error).__name__}: {error}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise TypeError(f"{name} is no function, but {function!r}")
+    try:
+        # Not of what a decorator wraps: it may pass more or other arguments.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # code in C
+        given = ()
+    if given:
+        signature.bind(**dict.fromkeys(given))
+except BaseException as error:
+    sys.exit(" ".join(f"{type(error).__name__}: {error}".split()) or 1)
 """
-"""Loads as `FunctionLocation` does. It does not import this package, which takes longer than most files."""
+"""Loads as `FunctionLocation` does, and tries the arguments of a call if they are `given`. It does not import
+this package, which takes longer than most files.
+"""
 
 
 def faults_of_user_files(config: Mapping[str, Any], *, images: bool = False) -> Iterator[InputFault]:
@@ -62,7 +78,7 @@ def faults_of_user_files(config: Mapping[str, Any], *, images: bool = False) -> 
 
     `images`: its policy draws pictures, which this package scores without a reward manager of verl.
     """
-    yield from _faults_of_reward(config)
+    yield from _faults_of_reward(config, images=images)
     yield from _faults_of_tools(config)
     yield from _faults_of_functions(config)
     yield from _faults_of_loops(config)
@@ -73,26 +89,37 @@ def faults_of_user_files(config: Mapping[str, Any], *, images: bool = False) -> 
 # The reward function.
 
 
-def _faults_of_reward(config: Mapping[str, Any]) -> Iterator[InputFault]:
+def _faults_of_reward(config: Mapping[str, Any], *, images: bool) -> Iterator[InputFault]:
     path, name = select(config, f"{REWARD}.path"), str(select(config, f"{REWARD}.name"))
     if not path:
         return
     path = str(path)
-    if not path.startswith(PACKAGE) and not Path(path.removeprefix(FILE)).is_file():
+    file = Path(path.removeprefix(FILE))
+    if not path.startswith(PACKAGE) and not file.is_file():
         yield InputFault(
             f"{REWARD}.path must be an existing Python file or {PACKAGE}MODULE, got {path!r}; correct it",
-            f"{REWARD}.path={path}, which is not on this machine",
+            "" if file.exists() else f"{REWARD}.path={path}, which is not on this machine",
         )
         return
-    if last := _failure(path, name):
-        problem = f"{REWARD}: {name} of {path} cannot be loaded ({last[:300]}); correct path and name"
+    if last := _failure(path, name, () if images else _arguments(config)):
+        problem = f"{REWARD}: {name} of {path} cannot be used ({last[:300]}); correct path and name"
         missing = last.startswith("ModuleNotFoundError")
         yield InputFault(problem, f"{REWARD}.path={path}: {last} on this machine" if missing else "")
 
 
-def _failure(path: str, name: str) -> str:
-    """Return the last line of the error with which a function's file cannot be loaded, or nothing."""
-    command = [sys.executable, "-c", _LOAD, user_modules.__file__, path, name]
+def _arguments(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the arguments with which verl's reward managers call a function, or nothing for others."""
+    if select(config, f"{MANAGER}.source") != "register":
+        return ()
+    lists = select(config, f"{OWN}.reward.batch")
+    names = [LISTS[name] if lists else name for name in ARGUMENTS]
+    names += OF_A_MODEL if select(config, "reward.reward_model.enable") else ()
+    return (*names, *(select(config, f"{REWARD}.reward_kwargs") or {}))
+
+
+def _failure(path: str, name: str, arguments: Iterable[str]) -> str:
+    """Return why a function cannot be loaded or called with these arguments, or nothing."""
+    command = [sys.executable, "-c", _LOAD, user_modules.__file__, path, name, *arguments]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=IMPORT_S, check=False
@@ -195,7 +222,8 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
     if loop not in loops and (alike or not isinstance(listed, InputFault)):
         absent = isinstance(listed, InputFault) and listed.absent
         yield InputFault(
-            f"{LOOP} must be one of {', '.join(loops)}, got {loop!r}{alike}; correct it, or define it in {LOOPS}",
+            f"{LOOP} must be one of {', '.join(loops)}, got {loop!r}{alike}; correct it, or "
+            f"define it in {LOOPS}",
             f"{LOOP}={loop}, which {LOOPS} may define" if absent else "",
         )
     forms = sorted(registered_tool_parsers())
