@@ -120,6 +120,31 @@ def test_a_prompt_and_its_response_fit_into_the_context(
         launch.checked(config)
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.default_local_dir",
+        "trainer.rollout_data_dir",
+        "trainer.validation_data_dir",
+        "trainer.v1.async_pipeline.run_dir",
+    ],
+)
+def test_a_folder_that_cannot_be_made(problems: Problems, tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_text("")
+    (line,) = problems({key: str(tmp_path / "file" / "below")})
+    assert line.startswith(f"{key} must be a folder that can be made, got '{tmp_path}/file/below', but ")
+    assert not problems({key: str(tmp_path / "new" / "below")})
+
+
+def test_a_model_and_a_tokenizer_are_named(problems: Problems) -> None:
+    (line,) = problems({f"{MODEL}.tokenizer_path": "/no/tokenizer"})
+    assert line.startswith(
+        f"{MODEL}.tokenizer_path must be a model's folder or its name on the Hub, got '/no"
+    )
+    (line,) = problems({f"{MODEL}.path": None})
+    assert line == f"{MODEL}.path must be a model's folder or its name on the Hub, got None; set it"
+
+
 def test_a_tracker_with_credentials_is_accepted(
     problems: Problems, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -107,6 +107,8 @@ def test_tools_of_a_file_have_types_and_classes(write: Write) -> None:
     assert problems({TOOLS: tool("verl.tools.base_tool.BaseTool", "native")}) == []
     (problem,) = problems({TOOLS: tool("verl.tools.base_tol.BaseTool", "native")})
     assert problem == f"{TOOLS} names 'verl.tools.base_tol.BaseTool', which verl does not have; correct it"
+    (problem,) = problems({TOOLS: tool("verl.tools.base_tool.BaseToool", "native")})
+    assert problem == f"{TOOLS} names 'verl.tools.base_tool.BaseToool', which verl does not have; correct it"
     (problem,) = problems({TOOLS: tool("verl.tools.base_tool.BaseTool", "mcp")})
     assert problem.startswith(f"{TOOLS} must list tools with config.type=native, got ")
     (problem,) = problems({TOOLS: write("tools.yaml", "tools: [")})
@@ -130,6 +132,38 @@ def test_functions_of_a_file_are_tools_and_their_imports_exist(write: Write) -> 
     assert problem.startswith(f"{FUNCTIONS} must define a function with @function_tool, got none in ")
     (problem,) = problems({FUNCTIONS: write("tools.py", "def length(:\n")})
     assert problem.startswith(f"{FUNCTIONS} must name a Python file, got ")
+
+
+@pytest.mark.parametrize("key", ["data.tool_config_path", "data.function_tool_path", "data.custom_cls.path"])
+def test_the_data_set_reads_existing_files(key: str) -> None:
+    (fault,) = faults_of_user_files(nested({**GIVEN, key: "/no/file"}))
+    assert fault.problem == f"{key} must name an existing file, got '/no/file'; correct the path"
+    assert fault.absent == f"{key}=/no/file, which is not on this machine"
+
+
+def test_a_data_set_is_in_its_file(write: Write) -> None:
+    given = {"data.custom_cls.path": write("rows.py", "class MyRows:\n    pass\n")}
+    assert problems({**given, "data.custom_cls.name": "MyRows"}) == []
+    (problem,) = problems({**given, "data.custom_cls.name": "MyRow"})
+    assert problem.startswith("data.custom_cls.name must be a class in ")
+
+
+def test_an_external_library_is_installed() -> None:
+    library = "actor_rollout_ref.model.external_lib"
+    assert problems({library: ["json.decoder"]}) == []
+    (fault,) = faults_of_user_files(nested({**GIVEN, library: "no_such_library.losses"}))
+    assert fault.problem.startswith(f"{library} must be an installed module, got 'no_such_library.losses'")
+    assert fault.absent == f"{library}=no_such_library.losses, which is not on this machine"
+
+
+def test_another_reward_manager_has_a_module(write: Write) -> None:
+    source, path = "reward.reward_manager.source", "reward.reward_manager.module.path"
+    (problem,) = problems({source: "importlib"})
+    assert problem.startswith(f"{source} must be one of register, importlib, the latter with {path}, got ")
+    assert len(problems({source: "import"})) == 1
+    (problem,) = problems({source: "importlib", path: "/no/manager.py"})
+    assert problem.startswith(f"{path} must name an existing file")
+    assert problems({source: "importlib", path: write("manager.py", "")}) == []
 
 
 def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:

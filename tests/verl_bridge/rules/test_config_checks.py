@@ -329,7 +329,7 @@ def test_losses_of_verl_and_this_package_are_known(launch: ModuleType, smoke: Sm
 
 
 def test_a_loss_that_an_external_library_may_add_is_accepted(launch: ModuleType, smoke: Smoke) -> None:
-    launch.checked(smoke({f"{LOSS}.loss_mode": "mine", "actor_rollout_ref.model.external_lib": "my_losses"}))
+    launch.checked(smoke({f"{LOSS}.loss_mode": "mine", "actor_rollout_ref.model.external_lib": "tests"}))
 
 
 def test_uncorrected_staleness_is_reported(

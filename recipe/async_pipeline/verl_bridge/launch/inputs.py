@@ -22,13 +22,19 @@ from huggingface_hub import constants
 
 from ...config.checks.training_engine import OTHERS, SHARDED
 from ...config.derived.adapters import adapter_rank
-from ...config.paths import hint, select
+from ...config.paths import OWN, hint, select
 from ..rules.megatron_rules import makes_adapters
 from ..rules.model_rules import HUB_NAME, cached_config
 from .chat_check import why_no_chat
 from .data_files import InputFault, faults_of_data
 
 MODEL, LOGGER = "actor_rollout_ref.model", "trainer.logger"
+FOLDERS = (
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    f"{OWN}.run_dir",
+)
 
 
 def faults(
@@ -45,10 +51,11 @@ def faults(
     models += ["critic.model.path"] if critic and not images else []
     models += ["reward.reward_model.model_path"] if select(config, "reward.reward_model.enable") else []
     for key in models:
-        yield from _faults_of_model(key, str(select(config, key)))
+        yield from _faults_of_model(key, select(config, key))
     if not images:
         yield from _faults_of_tokenizer(config)
     yield from _faults_of_trackers(config)
+    yield from _faults_of_folders(config)
     yield from _faults_of_engine(config, critic=critic)
 
 
@@ -98,8 +105,12 @@ def _faults_of_optimizer(config: Mapping[str, Any], section: str) -> Iterator[In
 # Models.
 
 
-def _faults_of_model(key: str, name: str) -> Iterator[InputFault]:
+def _faults_of_model(key: str, value: Any) -> Iterator[InputFault]:
     """Check that a model is a folder with a configuration and all its files, or may be one of the Hub."""
+    if value is None:
+        yield InputFault(f"{key} must be a model's folder or its name on the Hub, got None; set it")
+        return
+    name = str(value)
     if "://" in name:
         return
     folder = Path(name).expanduser()
@@ -140,6 +151,8 @@ def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:
     """Check that the agent loops can write a conversation; skip code of the model itself."""
     key = f"{MODEL}.tokenizer_path" if select(config, f"{MODEL}.tokenizer_path") else f"{MODEL}.path"
     folder = Path(str(select(config, key))).expanduser()
+    if not folder.is_dir() and key.endswith("tokenizer_path"):
+        yield from _faults_of_model(key, select(config, key))
     if not folder.is_dir() or select(config, f"{MODEL}.trust_remote_code"):
         return
     if not any(folder.glob("*token*")):
@@ -152,6 +165,23 @@ def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:
     template = select(config, f"{MODEL}.custom_chat_template")
     if why := why_no_chat(str(folder), template, json.dumps(kwargs, default=str)):
         yield InputFault(f"{MODEL}.custom_chat_template must be set for the tokenizer in {folder}: {why}")
+
+
+# Folders.
+
+
+def _faults_of_folders(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check that the folders to which a run writes can be made."""
+    for key in FOLDERS:
+        name = str(select(config, key) or ".")
+        folder = Path(name).absolute()
+        there = next(one for one in (folder, *folder.parents) if os.path.exists(one))
+        if "://" not in name and not (there.is_dir() and os.access(there, os.W_OK)):
+            yield InputFault(
+                f"{key} must be a folder that can be made, got {name!r}, but {there} is no writable folder; "
+                "correct it",
+                f"{key}={name}, which cannot be made on this machine",
+            )
 
 
 # Trackers.

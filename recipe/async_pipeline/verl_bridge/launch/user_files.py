@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +36,8 @@ LOOPS, LOOP = f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.agent.defau
 TOOL_LOOP = "tool_agent"
 OWN_LOOPS = ("agent_session", "environment", "diffusion")
 """Agent loops of this package."""
-MANAGER = "reward.reward_manager"
+MANAGER, SOURCES = "reward.reward_manager", ("register", "importlib")
+DATA_SET = "data.custom_cls"
 REWARD = "reward.custom_reward_function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 OF_A_MODEL = ("reward_router_address", "reward_model_tokenizer")
@@ -82,6 +84,8 @@ def faults_of_user_files(config: Mapping[str, Any], *, images: bool = False) -> 
     yield from _faults_of_tools(config)
     yield from _faults_of_functions(config)
     yield from _faults_of_loops(config)
+    yield from _faults_of_data_set(config)
+    yield from _faults_of_library(config)
     if not images and not select(config, EXTERNAL) and suffices():
         yield from _faults_of_manager(config)
 
@@ -234,8 +238,43 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
         yield InputFault(f"{FORMAT} must be one of {', '.join(forms)}, got {form!r}{alike}; correct it")
 
 
+# Data sets, libraries and reward managers.
+
+
+def _faults_of_data_set(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check the files that verl's data set reads, and the class of another one."""
+    for key in ("data.tool_config_path", "data.function_tool_path"):  # without them, prompts seem shorter
+        if isinstance(file := _resolved(config, key), InputFault):
+            yield file
+    name, path = select(config, f"{DATA_SET}.name"), str(select(config, f"{DATA_SET}.path"))
+    file = None if path.startswith(PACKAGE) else _resolved(config, f"{DATA_SET}.path")
+    if isinstance(file, InputFault):
+        yield file
+    elif file is not None and not _has_word(file, str(name)):
+        yield InputFault(f"{DATA_SET}.name must be a class in {str(file)!r}, got {name!r}; correct it")
+
+
+def _faults_of_library(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    listed = select(config, EXTERNAL) or []
+    for name in [listed] if isinstance(listed, str) else listed:
+        if not _is_installed(str(name).partition(".")[0]):
+            yield InputFault(
+                f"{EXTERNAL} must be an installed module, got {name!r}; install it, or correct PYTHONPATH",
+                f"{EXTERNAL}={name}, which is not on this machine",
+            )
+
+
 def _faults_of_manager(config: Mapping[str, Any]) -> Iterator[InputFault]:
-    """Check the name of a reward manager that verl has; others are in a module."""
+    """Check the name of a reward manager that verl has, or the file of another one."""
+    source, path = (select(config, f"{MANAGER}.{key}") for key in ("source", "module.path"))
+    if source not in SOURCES or (source == "importlib" and not path):
+        yield InputFault(
+            f"{MANAGER}.source must be one of {', '.join(SOURCES)}, the latter with {MANAGER}.module.path, "
+            f"got {source!r} and {path!r}; correct them"
+        )
+    elif source == "importlib" and not str(path).startswith(PACKAGE):
+        if isinstance(file := _resolved(config, f"{MANAGER}.module.path"), InputFault):
+            yield file
     name, names = select(config, f"{MANAGER}.name"), sorted(registered_reward_managers())
     if select(config, f"{MANAGER}.source") == "register" and name not in names:
         remedy = "correct it, or set its source and module"
@@ -253,7 +292,7 @@ def _resolved(config: Mapping[str, Any], key: str) -> Path | InputFault | None:
     name = select(config, key)
     if name is None:
         return None
-    places = [Path(str(name)), find_verl_root() / str(name)]
+    places = [Path(str(name).removeprefix(FILE)), find_verl_root() / str(name)]
     if found := next((place for place in places if place.is_file()), None):
         return found
     home = "; write the home folder out" if str(name).startswith("~") else "; correct the path"
@@ -261,6 +300,10 @@ def _resolved(config: Mapping[str, Any], key: str) -> Path | InputFault | None:
         f"{key} must name an existing file, got {name!r}{home}",
         f"{key}={name}, which is not on this machine",
     )
+
+
+def _has_word(file: Path, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", file.read_text("utf-8", "replace")) is not None
 
 
 def _documents(config: Mapping[str, Any], key: str) -> Any:
@@ -279,8 +322,9 @@ def _faults_of_class(key: str, target: str) -> Iterator[InputFault]:
     """Check that a class `package.module.Class` is in its source."""
     module, _, name = target.rpartition(".")
     if module.partition(".")[0] == "verl":  # to find it would import verl
-        file = find_verl_root().joinpath(*module.split("."))
-        if not file.with_suffix(".py").is_file() and not (file / "__init__.py").is_file():
+        stem = find_verl_root().joinpath(*module.split("."))
+        files = [file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file()]
+        if not any(_has_word(file, name) for file in files):
             yield InputFault(f"{key} names {target!r}, which verl does not have; correct it")
         return
     try:
