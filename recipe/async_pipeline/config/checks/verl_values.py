@@ -15,13 +15,16 @@ from .refusals import (
     Settings,
     must_be_one_of,
     must_be_positive,
+    never,
     number,
     number_above,
     number_from,
+    positive,
     share,
     whole,
     whole_or_none,
 )
+from .rollout_correction import AGGREGATIONS
 from .training_engine import ACTOR, SHARDED
 
 KL = ("kl", "k1", "k1+", "abs", "abs+", "mse", "k2", "low_var_kl", "low_var_kl+", "k3", "k3+")
@@ -29,6 +32,8 @@ KL = ("kl", "k1", "k1+", "abs", "abs+", "mse", "k2", "low_var_kl", "low_var_kl+"
 KL_CONTROLLERS = ("fixed", "adaptive")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", 32, 16)
 TRUNCATIONS = ("left", "right", "middle", "error")
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+STORES = ("SimpleStorage", "Yuanrong", "MooncakeStore", "RayStore")
 SCHEDULERS = ("constant", "cosine")
 """Of FSDP; Megatron reads `lr_decay_style`."""
 
@@ -73,6 +78,10 @@ def _are_betas(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) == 2 and all(map(shares, value))
 
 
+def _are_contents(value: Any) -> bool:
+    return value is None or {*value} <= {*CONTENTS}
+
+
 def _optimizer(model: str) -> Iterator[Refusal]:
     """Yield the rows of a model's optimizer."""
     section = f"{model}.optim"
@@ -88,6 +97,7 @@ def _optimizer(model: str) -> Iterator[Refusal]:
 
     for path, names, applies in (
         ("optim.lr_scheduler_type", SCHEDULERS, fsdp),
+        ("optim.warmup_style", SCHEDULERS, fsdp),
         *((f"optim.{name}", names, megatron) for name, names in OF_MEGATRON.items()),
         ("optim.lr_wsd_decay_style", WSD_STYLES, wsd),
         ("megatron.dtype", ("bfloat16", "float16", "float32"), megatron),
@@ -124,6 +134,12 @@ def _sampling(section: str, least: Callable[[Any], bool], rule: str) -> tuple[Re
     )
 
 
+def _serves_fewer_tokens(at: Settings) -> bool:
+    """Return whether vLLM would have less than a token for each of its concurrent responses."""
+    tokens, slots = (at[f"{_ROLLOUT}.{name}"] for name in ("max_num_batched_tokens", "max_num_seqs"))
+    return at[f"{_ROLLOUT}.name"] == "vllm" and whole(tokens) and whole(slots) and bool(tokens < slots)
+
+
 VALUES: tuple[Refusal, ...] = (
     _one_of(f"{ACTOR}.kl_loss_type", KL, "low_var_kl is verl's default"),
     _one_of("algorithm.kl_penalty", KL, "kl is verl's default"),
@@ -141,10 +157,18 @@ VALUES: tuple[Refusal, ...] = (
         for section in _FSDP
         for part in ("param", "reduce", "buffer")
     ),
+    _one_of("critic.loss_agg_mode", AGGREGATIONS, "it is the policy's by default"),
+    _one_of("transfer_queue.backend.storage_backend", STORES, "SimpleStorage is verl's default"),
+    *(
+        Refusal(
+            f"{model}.checkpoint.save_contents", _are_contents, f"must be of {', '.join(CONTENTS)}", _DEFAULT
+        )
+        for model in (ACTOR, "critic")
+    ),
     _one_of("data.truncation", TRUNCATIONS, "error refuses prompts that are too long"),
     *_optimizer(ACTOR),
     *_optimizer("critic"),
-    *_sampling(_ROLLOUT, number_above(0), "must be a number > 0, since log-probs are divided by it"),
+    *_sampling(_ROLLOUT, _given(number_above(0)), "must be a number > 0, since log-probs are divided by it"),
     *_sampling(f"{_ROLLOUT}.val_kwargs", number_from(0), "must be a number >= 0"),
     must_be_positive("data.max_prompt_length", "it is the tokens of the longest prompt"),
     must_be_positive("data.max_response_length", "it is the tokens of the longest response"),
@@ -159,6 +183,27 @@ VALUES: tuple[Refusal, ...] = (
             ("data.train_max_samples", "-1 takes all rows"),
             ("data.val_max_samples", "-1 takes all rows"),
         )
+    ),
+    *(
+        Refusal(path, _or_absent(positive), "must be >= 1, or null", remedy)
+        for path, remedy in (
+            ("data.gen_batch_size", "null draws data.train_batch_size prompts"),
+            ("data.val_batch_size", "null takes all rows at once"),
+            ("ray_kwargs.ray_init.num_cpus", "null takes the machine's"),
+        )
+    ),
+    *(
+        Refusal(f"{_ROLLOUT}.multi_turn.{name}", whole_or_none, "must be >= 0, or null", "null is no limit")
+        for name in ("max_assistant_turns", "max_user_turns")
+    ),
+    must_be_positive(f"{_ROLLOUT}.multi_turn.max_parallel_calls", "it is the calls of a turn that are made"),
+    must_be_positive(f"{_ROLLOUT}.multi_turn.max_tool_response_length", "it is characters"),
+    Refusal(
+        f"{_ROLLOUT}.max_num_batched_tokens",
+        never,
+        f"must be at least {_ROLLOUT}.max_num_seqs=<{_ROLLOUT}.max_num_seqs> with vllm",
+        "raise it, or lower max_num_seqs",
+        when=_serves_fewer_tokens,
     ),
     Refusal("data.dataloader_num_workers", _given(whole_or_none), "must be >= 0", "0 reads in the trainer"),
     *(
