@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ...config.checks.machine import require_machine
 from ...config.derived.open_requests import OpenRequests
@@ -17,6 +18,7 @@ from ...config.derived.runtime import RuntimeConfig
 from ...config.derived.sample_store import store_budget
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN, RUNTIME, nested, select
+from ...config.placement import Placement
 from ...errors import ConfigError
 
 INIT = "ray_kwargs.ray_init"
@@ -47,6 +49,20 @@ def open_requests_of(config: DictConfig) -> OpenRequests:
 def runtime_of(config: DictConfig) -> RuntimeConfig:
     """Parse the state of the run."""
     return RuntimeConfig.of(nested({RUNTIME: _plain(config, RUNTIME)}))
+
+
+def resolved_of(config: DictConfig) -> dict[str, Any]:
+    """Return a section as plain values.
+
+    Raises ConfigError if an interpolation such as ${oc.env:NAME} has no value.
+    """
+    try:
+        return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    except OmegaConfBaseException as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{error.full_key} cannot be resolved: {text}; set it or override the key"
+        ) from None
 
 
 def address_to_join(config: DictConfig) -> str | None:
@@ -100,6 +116,14 @@ def update(config: DictConfig, values: Mapping[str, Any]) -> None:
     """Set keys, also ones that the config lacks."""
     for path, value in values.items():
         OmegaConf.update(config, path, value, force_add=True)
+
+
+def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
+    """Set verl's numbers of training and rollout devices from the pools."""
+    for role, path in (("train", "trainer"), ("generate", "actor_rollout_ref.rollout")):
+        pool = placement.pool_of(role)
+        assert pool is not None
+        update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
 
 
 def remove_keys(config: DictConfig, paths: Iterable[str]) -> None:

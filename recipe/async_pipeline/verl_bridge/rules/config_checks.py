@@ -34,7 +34,15 @@ from ...installed.verl import find_verl_root
 from .. import replaced
 from ..launch import light_verl
 from ..launch.inputs import faults
-from ..launch.run_config import address_to_join, notes_on_machine, remove_keys, run_dir_of, update
+from ..launch.run_config import (
+    address_to_join,
+    notes_on_machine,
+    remove_keys,
+    resolved_of,
+    run_dir_of,
+    set_pool_sizes,
+    update,
+)
 from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
 from .config_rules import (
@@ -50,7 +58,7 @@ from .diffusers_rules import check_images, draws_images, set_image_keys
 from .engine_arguments import largest_adapter_rank
 from .engine_memory import set_engine_memory
 from .expert_backends import set_expert_kernels
-from .model_rules import ROLLOUT, described_model, has_critic, has_reference, placed_roles
+from .model_rules import described_model, has_critic, has_reference, placed_roles
 from .spelling import check_spelling
 from .verl_keys import keys_without_effect
 
@@ -202,24 +210,10 @@ def _choose_old_logp(review: Review) -> None:
 
 def _resolve(review: Review) -> None:
     """Resolve the knobs. Raises ConfigError if any interpolation of the config has no value."""
-    _resolved(review.config)
+    resolved_of(review.config)
     own = OmegaConf.select(review.config, OWN)
     if isinstance(own, DictConfig):
-        review.raw["trainer"]["v1"]["async_pipeline"] = _resolved(own)
-
-
-def _resolved(config: DictConfig) -> dict[str, Any]:
-    """Return a section as plain values.
-
-    Raises ConfigError if an interpolation such as ${oc.env:NAME} has no value.
-    """
-    try:
-        return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
-    except OmegaConfBaseException as error:
-        text = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{error.full_key} cannot be resolved: {text}; set it or override the key"
-        ) from None
+        review.raw["trainer"]["v1"]["async_pipeline"] = resolved_of(own)
 
 
 def _require_inputs(review: Review) -> None:
@@ -331,14 +325,6 @@ def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str])
     return tuple(note for note in notes if note is not None)
 
 
-def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
-    """Set verl's numbers of training and rollout devices from the pools."""
-    for role, path in (("train", "trainer"), ("generate", ROLLOUT)):
-        pool = placement.pool_of(role)
-        assert pool is not None
-        update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
-
-
 class Check(NamedTuple):
     """One check, and when it makes sense."""
 
@@ -394,10 +380,7 @@ def _key_of(problem: str) -> str:
 
 
 def _problems(review: Review, given: Iterable[str]) -> Iterator[str]:
-    """Run the checks; yield one line for each problem; the first check that refuses a key decides.
-
-    `given`: problems that are known.
-    """
+    """Run the checks; yield one line for each problem but `given`; the first check of a key decides."""
     keys = before = {*map(_key_of, given)}
     for check in CHECKS:
         if (check.last and keys != before) or (check.needs and not hasattr(review, check.needs)):
