@@ -39,7 +39,9 @@ def open_at(module: ModuleType, server: Any, name: str, before: Any = None) -> A
     return module.Open([1, 2], before, lambda: (server, name))
 
 
-def test_what_engines_have_written_belongs_to_it(module: ModuleType) -> None:
+def test_what_engines_have_written_belongs_to_it(
+    module: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
     one, other, gone = Server(), Server(), Server(RuntimeError("dead"))
     transcript = module.Transcript(
         [module.RecordedRequest([9], [4], [-1.0], spans_of([[0, 0]]), "completed")]
@@ -55,6 +57,8 @@ def test_what_engines_have_written_belongs_to_it(module: ModuleType) -> None:
     }
     found = asyncio.run(module.written_so_far(list(transcript.open.values())))
     assert (one.asked, other.asked) == (1, 1), "each server once"
+    (said,) = caplog.messages
+    assert said.startswith("2 open requests are not kept: RuntimeError: dead, at ")
     noted = transcript.noted(found)
     transcript.open["a"].prompt_ids.append(3)
     transcript.forget()

@@ -14,6 +14,7 @@ when a run resumes; the requests never pass through the trainer.
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,11 +27,15 @@ from ....checkpoint import store, tensor_tree
 from ....checkpoint.hashed_file import FileEntry
 from ....core.lag.token_spans import TokenSpan, pairs_of, spans_of
 from ....core.waits.deadline import within
+from ....observe.causes import one_line
 
+logger = logging.getLogger(__name__)
 _KINDS = {"i": "q", "f": "d"}
 """Types of arrays, by the kind of numbers."""
-WRITTEN_S = 5.0
-"""Seconds that a server gets to report what it has generated. A timeout only costs repeated work."""
+WRITTEN_S = 20.0
+"""Seconds that a server gets to report what it has generated, which it does after a load in progress. A timeout
+only costs repeated work.
+"""
 
 
 class RecordedRequest(NamedTuple):
@@ -204,7 +209,7 @@ class NotedResponse(NamedTuple):
 
 async def written_so_far(requests: Sequence[Open]) -> dict[str, RecordedRequest]:
     """Request from each server, once, what it has generated; returns it without prompts. A server that is
-    gone or late has nothing.
+    gone or late has nothing, and a warning says so.
     """
     names: dict[Any, list[str]] = {}
     for one in requests:
@@ -221,6 +226,9 @@ async def written_so_far(requests: Sequence[Open]) -> dict[str, RecordedRequest]
         for server, some in names.items()
     ]
     answers = await asyncio.gather(*asked, return_exceptions=True)
+    for some, answer in zip(names.values(), answers, strict=True):
+        if isinstance(answer, BaseException):
+            logger.warning("%d open requests are not kept: %s", len(some), one_line(answer))
     return {
         name: RecordedRequest((), tokens, log_probs, spans_of(spans), None)
         for answer in answers
