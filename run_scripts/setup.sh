@@ -132,7 +132,9 @@ find_python() {
 
 make_venv() {
   local python
-  [ ! -L "$VENV" ] || die "$VENV is a link, which would be replaced; remove it, or put a working environment there"
+  if [ -L "$VENV" ] || mountpoint -q "$VENV" 2>/dev/null; then
+    die "$VENV is a link or a mount of another folder, which would be emptied; remove it, or put an environment there"
+  fi
   python="$(find_python)" || die "no Python 3.11 or 3.12 found; install python3.11, or set PYTHON to one"
   rm -rf "$VENV" "$STAMPS/install_lock" "$STAMPS/install_editable" "$STAMPS/compile_all"
   "$python" -m venv "$VENV"

@@ -125,6 +125,27 @@ def test_setup_refuses_an_engine_that_it_does_not_have() -> None:
     assert f"--engine must be one of {' '.join(releases)}, got 'vllm-0.1'" in done.stderr
 
 
+def test_setup_empties_no_environment_of_another_folder(tmp_path: Path) -> None:
+    checkout, other = tmp_path / "checkout", tmp_path / "other"
+    for name in ("run_scripts", "patches"):
+        shutil.copytree(REPOSITORY / name, checkout / name)
+    other.mkdir()
+    (other / "kept").touch()
+    (checkout / ".venv").mkdir()
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*namespace, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("needs user namespaces")
+    script = f"mount --bind {other} {checkout}/.venv && bash {checkout}/run_scripts/setup.sh"
+    command = [*namespace, "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 1
+    assert f"{checkout}/.venv is a link or a mount of another folder" in done.stderr
+    assert (other / "kept").exists()
+
+
 @pytest.mark.nightly
 def test_setup_replaces_the_environment_that_it_runs_in(tmp_path: Path) -> None:
     """Its folder was moved, so that the environment has to be made again; it is activated."""
