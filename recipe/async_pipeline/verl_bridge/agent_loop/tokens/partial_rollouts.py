@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _KINDS = {"i": "q", "f": "d"}
 """Types of arrays, by the kind of numbers."""
 WRITTEN_S = 20.0
-"""Seconds that a server gets to report what it has generated, which it does after a load in progress. A timeout
-only costs repeated work.
+"""Seconds that a server gets to report what it has generated, which it does after a load in progress. A
+timeout only costs repeated work.
 """
 
 
