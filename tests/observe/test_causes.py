@@ -119,7 +119,9 @@ def at(text: str) -> str:
 
 LOGS = "its last lines are in session_latest/logs of Ray's temporary folder"
 KILLED = f"its process was killed (`dmesg` of its node tells if memory was full) or crashed; {LOGS}"
-MEMORY = "the memory of its node is full: use fewer workers, shorter sequences or more nodes"
+MEMORY = (
+    "its node has less free memory: request less there, or use fewer workers, shorter sequences or more nodes"
+)
 DISK = (
     "free some space, or set trainer.default_local_dir, trainer.v1.async_pipeline.run_dir or TMPDIR to "
     "another disk"

@@ -41,8 +41,8 @@ _LOGS = "its last lines are in session_latest/logs of Ray's temporary folder"
 _REMEDIES = {
     r"\b(?:CUDA|HIP|NPU) out of memory": "lower ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu "
     "of its worker, or actor_rollout_ref.rollout.gpu_memory_utilization of an engine",
-    r"MemoryError|allocate memory|low on memory": "the memory of its node is full: use fewer workers, "
-    "shorter sequences or more nodes",
+    r"MemoryError|allocate memory|low on memory": "its node has less free memory: request less there, or use "
+    "fewer workers, shorter sequences or more nodes",
     r"No space left|quota exceeded|OutOfDiskError": "free some space, or set trainer.default_local_dir, "
     "trainer.v1.async_pipeline.run_dir or TMPDIR to another disk",
     r"ModuleNotFoundError|ImportError": "install it in the environment of each node",

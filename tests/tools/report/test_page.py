@@ -72,6 +72,11 @@ def test_tiles_show_the_numbers_of_the_run_with_units(run: RunData) -> None:
     assert all(f"<dt>{name}</dt>" in html and tile.number in html for name, tile in figures.items())
 
 
+def test_a_run_without_a_step_has_no_efficiency(run: RunData) -> None:
+    assert "Overlap efficiency" in figures_of(run)
+    assert figures_of(replace(run, steps=0)).keys().isdisjoint({"Overlap efficiency", "Devices idle"})
+
+
 def test_missing_files_are_named_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
     page = check(run_page(data_of(read_run(tmp_path))))

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,17 @@ def test_only_errors_reach_the_caller_of_a_thread(word: str) -> None:
     with pytest.raises(Exception, match=ERRORS[word].partition(" ")[2]) as caught:
         asyncio.run(asyncio.wait_for(call(), HANG_S))
     assert isinstance(caught.value, RewardError) is not ordinary, "ordinary exceptions are not wrapped"
+
+
+def test_an_error_names_the_function_that_verl_wraps() -> None:
+    def judge(**_: Any) -> float:
+        raise KeyboardInterrupt("enough")
+
+    def with_keywords(function: Callable[..., Any], kwargs: dict[str, Any], /, **more: Any) -> Any:
+        return function(**kwargs, **more)
+
+    with pytest.raises(RewardError, match="^raised: judge: KeyboardInterrupt: enough$"):
+        only_errors(partial(with_keywords, judge, {}))(solution_str="")
 
 
 @pytest.mark.slow

@@ -116,6 +116,8 @@ def _say(found: list[RunData], path: Path) -> None:
             f"{data.name}: {data.status}, {data.strategy}, {data.steps} steps"
             + (f"; {figures}" if figures else "")
         )
+        if data.error:
+            echo(f"  cause: {data.error}")
         if data.least_explained is not None:
             echo(f"  {map_coverage(*data.least_explained)}")
         for text in data.missing:

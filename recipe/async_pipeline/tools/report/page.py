@@ -72,7 +72,7 @@ def figures_of(run: RunData) -> Mapping[str, Tile]:
             amount(run.samples_per_s), "responses trained, without the first step", "samples/s"
         )
 
-    if run.typical is not None and run.typical.steady_s:
+    if run.steps and run.typical is not None and run.typical.steady_s:
         found["Overlap efficiency"] = Tile(
             percent(run.typical.overlap_efficiency),
             f"of the fastest possible schedule on these pools, {run.typical_time}",

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -245,7 +245,7 @@ def only_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     SystemExit would end the loop, and a caller that awaits a thread would wait forever after StopIteration.
     """
-    name = getattr(function, "__name__", str(function))
+    name = _name_of(function)
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
@@ -267,6 +267,13 @@ def only_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             raise RewardError(_described("raised", name, error)) from error
 
     return called
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return the name of the user's function, which verl gives to a `partial` with its keywords."""
+    while isinstance(function, partial):
+        function = next((argument for argument in function.args if callable(argument)), function.func)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _described(kind: str, name: str, error: BaseException) -> str:
