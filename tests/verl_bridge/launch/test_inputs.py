@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -134,6 +135,17 @@ def test_a_folder_that_cannot_be_made(problems: Problems, tmp_path: Path, key: s
     (line,) = problems({key: str(tmp_path / "file" / "below")})
     assert line.startswith(f"{key} must be a folder that can be made, got '{tmp_path}/file/below', but ")
     assert not problems({key: str(tmp_path / "new" / "below")})
+
+
+def test_only_folders_that_are_set_must_be_writable(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    keys = ["trainer.default_local_dir", "trainer.rollout_data_dir"]
+    changes = {keys[0]: str(tmp_path), keys[1]: None, "trainer.validation_data_dir": None}
+    lines = problems({**changes, "trainer.v1.async_pipeline.run_dir": None})
+    assert [line.partition(" ")[0] for line in lines if "can be made" in line] == keys[:1]
 
 
 def test_a_model_and_a_tokenizer_are_named(problems: Problems) -> None:

@@ -172,8 +172,7 @@ def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:
 
 def _faults_of_folders(config: Mapping[str, Any]) -> Iterator[InputFault]:
     """Check that the folders to which a run writes can be made."""
-    for key in FOLDERS:
-        name = str(select(config, key) or ".")
+    for key, name in ((key, str(name)) for key in FOLDERS if (name := select(config, key))):
         folder = Path(name).absolute()
         there = next(one for one in (folder, *folder.parents) if os.path.exists(one))
         if "://" not in name and not (there.is_dir() and os.access(there, os.W_OK)):
