@@ -100,10 +100,11 @@ class TrainingConfig:
 
     old_logp: OldLogp = "auto"
     """The policy whose log-probs are PPO's old log-probs. In step s: trainer (version s-1, as in a sequential
-    run), update (the same, without a forward pass of its own, where a step is one update), rollout (the
-    log-probs that the engine recorded during generation; nothing is computed), or logp_pool (version s-2,
-    computed while step s-1 trains; requires a pool for logp). auto: logp_pool where logp has its own pool and
-    max_lag is above 0, else update where nothing needs the pass (explain says what), else trainer."""
+    run), update (the same, by the forward pass of the update, which must be the only one of the step),
+    rollout (the log-probs that the engine recorded during generation; nothing is computed), or logp_pool
+    (version s-2, computed while step s-1 trains; requires a pool for logp). auto: logp_pool where logp has
+    its own pool and max_lag is above 0, else update where nothing needs an earlier pass (explain says what),
+    else trainer."""
     ref_refresh_every: Annotated[int, Bounds(least=0, remedy="0 is never")] = 0
     """Optimizer steps after which the trained policy replaces the reference policy; 0 is never. With a pool
     for ref_logp, the newest reference is also saved in the run directory."""

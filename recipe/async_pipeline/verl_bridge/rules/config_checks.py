@@ -248,8 +248,7 @@ def _require_machine(review: Review) -> None:
 
 
 def _note(review: Review, notes: Iterable[str]) -> None:
-    old = review.translation
-    review.translation = replace(old, notes=(*old.notes, *notes))
+    review.translation = replace(review.translation, notes=(*review.translation.notes, *notes))
 
 
 def _adopt_adapter(review: Review) -> None:
@@ -278,8 +277,7 @@ def _set(review: Review, found: Mapping[str, tuple[Any, str]]) -> None:
     values = {path: value for path, (value, _) in found.items()}
     update(review.config, values)
     _note(review, (f"{path} is set to {value}: {why}" for path, (value, why) in found.items()))
-    old = review.translation
-    review.translation = replace(old, verl={**old.verl, **values})
+    review.translation = replace(review.translation, verl={**review.translation.verl, **values})
 
 
 def _require_servable_rank(review: Review) -> None:
