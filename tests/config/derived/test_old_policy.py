@@ -41,7 +41,6 @@ def of_verl(**changes: Any) -> dict[str, Any]:
         ("actor_rollout_ref__actor__ppo_mini_batch_size", 8),
         ("actor_rollout_ref__actor__ppo_epochs", 2),
         ("actor_rollout_ref__actor__strategy", "veomni"),
-        ("actor_rollout_ref__actor__calculate_sum_pi_squared", True),
         ("actor_rollout_ref__rollout__name", "diffusers"),
         ("algorithm__use_kl_in_reward", True),
         ("algorithm__rollout_correction__rollout_rs", "token_k1"),

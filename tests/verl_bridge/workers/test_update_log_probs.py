@@ -126,9 +126,7 @@ def test_what_an_update_computed_is_in_the_order_of_its_rows(
         assert all(torch.equal(a, b) for a, b in zip(columns[name].unbind(), rows, strict=True))
 
 
-def test_nothing_is_kept_unless_it_is_asked_for(
-    load: Load, module: ModuleType, data: Any, config: Any
-) -> None:
+def test_nothing_is_kept_without_the_entry(load: Load, module: ModuleType, data: Any, config: Any) -> None:
     data["old_log_probs"] = jagged(some(0.2))
     own = module.UpdateLogProbs()
     update(load, own, config, data, [[0, 1, 2, 3]])

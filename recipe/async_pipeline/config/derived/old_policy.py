@@ -18,7 +18,6 @@ _READERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("algorithm.use_kl_in_reward", (None, False), "the reward needs them"),
     (f"{_CORRECTION}.rollout_rs", (None,), "tokens are masked before the update"),
     (f"{_CORRECTION}.rollout_is_batch_normalize", (None, False), "weights are scaled before the update"),
-    (f"{_ACTOR}.calculate_sum_pi_squared", (None, False), "the estimator of advantages needs them"),
     (
         f"{_ACTOR}.strategy",
         ("fsdp", "fsdp2", "megatron"),

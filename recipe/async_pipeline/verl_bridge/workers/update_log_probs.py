@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old log-probs without a forward pass of their own, where a step is one update.
+"""Old log-probs from the forward pass of the update, where a step is one update.
 
 The policy before the update is the one whose log-probs the update computes anyway. So the loss takes them,
 detached, for the old ones, and from them the weights of verl's rollout correction, which depend on one

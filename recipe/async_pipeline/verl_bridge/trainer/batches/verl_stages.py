@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 from transfer_queue import KVBatchMeta
 
 from ....core.groups.items import StepBatch
@@ -62,10 +62,9 @@ class VerlStages:
         self._config = trainer.config
         """The config of reward and train."""
         if old_logp == "update":
-            section = OmegaConf.select(trainer.config, "algorithm.rollout_correction") or {}
-            self._correction = dict(section)
-            section = trainer.config.actor_rollout_ref
-            self._rows_of_update = int(section.actor.ppo_mini_batch_size * section.rollout.n)
+            self._correction = dict(trainer.config.algorithm.get("rollout_correction") or {})
+            prompts = trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size
+            self._rows_of_update = int(prompts * trainer.config.actor_rollout_ref.rollout.n)
             self._config = copy.deepcopy(trainer.config)
             with open_dict(self._config):
                 self._config.algorithm.rollout_correction = None
