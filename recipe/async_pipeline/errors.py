@@ -11,7 +11,12 @@ class AsyncPipelineError(Exception):
     """Root of all errors of this package."""
 
     warnings: tuple[str, ...] = ()
-    """Lines that a command prints after the error."""
+    """Lines about other things that a user is shown after the error."""
+
+    @property
+    def report(self) -> str:
+        """The lines that a user is shown."""
+        return "\n".join((str(self), *self.warnings))
 
 
 class ConfigError(AsyncPipelineError, ValueError):

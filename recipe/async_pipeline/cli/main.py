@@ -201,5 +201,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return EXIT_OURS
     except AsyncPipelineError as error:
-        echo("\n".join((f"async-pipeline {command}: {error}", *error.warnings)), file=sys.stderr)
+        echo(f"async-pipeline {command}: {error.report}", file=sys.stderr)
         return EXIT_USERS if isinstance(error, USERS) else EXIT_OURS

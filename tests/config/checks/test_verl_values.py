@@ -13,6 +13,7 @@ from recipe.async_pipeline.config.paths import nested
 from recipe.async_pipeline.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 APPLIES: dict[str, Any] = {
     f"{ACTOR}.strategy": "fsdp2",
     "critic.strategy": "megatron",
@@ -38,6 +39,7 @@ WRONG: tuple[tuple[str, Any, str], ...] = (
     ("critic.megatron.dtype", "bf16", "must be one of bfloat16, float16, float32, got 'bf16'"),
     ("critic.fsdp.mixed_precision.reduce_dtype", "fp8", "must be one of fp32, "),
     (f"{ACTOR}.entropy_coeff", None, "must be a number, got None"),
+    (ATTENTION, "flash", "must be one of eager, sdpa, "),
     ("algorithm.gamma", 99, "must be a number from 0 to 1, got 99"),
     ("algorithm.kl_ctrl.target_kl", 0, "must be a number > 0 with kl_ctrl.type=adaptive, got 0"),
     ("trainer.test_freq", None, "must be a whole number, got None; -1 validates at the start only"),
@@ -54,6 +56,8 @@ WRONG: tuple[tuple[str, Any, str], ...] = (
     (f"{ACTOR}.optim.lr", float("nan"), "must be a number >= 0, got nan"),
 )
 ALLOWED: tuple[tuple[str, Any], ...] = (
+    (ATTENTION, "kernels-community/flash-attn"),
+    (ATTENTION, None),
     (f"{ACTOR}.kl_loss_type", "k3+"),
     (f"{ACTOR}.fsdp_config.model_dtype", "bf16"),
     (f"{ACTOR}.optim.lr_scheduler_type", "cosine"),

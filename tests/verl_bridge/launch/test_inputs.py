@@ -97,6 +97,14 @@ def test_models_of_the_hub_are_left_to_it_unless_it_is_off(
     assert not problems(there)
 
 
+def test_the_engine_allows_no_longer_responses_than_the_data(launch: ModuleType, smoke: Smoke) -> None:
+    launch.checked(smoke({f"{ROLLOUT}.response_length": 3}))
+    with pytest.raises(
+        ConfigError, match=rf"^{ROLLOUT}.response_length must be at most data.max_.*=4, got 5;"
+    ):
+        launch.checked(smoke({f"{ROLLOUT}.response_length": 5}))
+
+
 @pytest.mark.parametrize(
     ("engine", "of_model", "line"),
     [

@@ -346,6 +346,19 @@ def test_a_run_starts_its_own_cluster(
     assert config.trainer.v1.async_pipeline_runtime.run_dir_mark is None
 
 
+def test_a_refused_run_shows_its_warnings_about_the_machine(
+    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    with pytest.raises(SystemExit):
+        launch.prepare(smoke({"trainer.val_only": True}))
+    problem, warning = capsys.readouterr().err.splitlines()
+    assert problem.startswith(f"{MARK} trainer.val_only must be False")
+    assert warning.startswith("WARNING: uid 4000000 must have a name, ")
+
+
 def test_a_new_cluster_needs_a_machine_that_it_can_start_on(
     launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,15 @@ DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", 32, 16)
 TRUNCATIONS = ("left", "right", "middle", "error")
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 STORES = ("SimpleStorage", "Yuanrong", "MooncakeStore", "RayStore")
+ATTENTIONS = (
+    "eager",
+    "sdpa",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
+"""Of transformers, which also loads one of a hub's, `ORGANISATION/KERNEL`."""
 SCHEDULERS = ("constant", "cosine")
 """Of FSDP; Megatron reads `lr_decay_style`."""
 
@@ -63,6 +72,11 @@ def _one_of(
 ) -> Refusal:
     row = must_be_one_of(path, values, remedy)
     return row._replace(allowed=_or_absent(row.allowed), when=when)
+
+
+def _attention(path: str) -> Refusal:
+    row = _one_of(path, ATTENTIONS, "sdpa needs no other package")
+    return row._replace(allowed=lambda value: row.allowed(value) or "/" in str(value))
 
 
 def _from_0_to_1(value: Any) -> bool:
@@ -164,6 +178,10 @@ VALUES: tuple[Refusal, ...] = (
             f"{model}.checkpoint.save_contents", _are_contents, f"must be of {', '.join(CONTENTS)}", _DEFAULT
         )
         for model in (ACTOR, "critic")
+    ),
+    *(
+        _attention(f"{model}.override_config.attn_implementation")
+        for model in ("actor_rollout_ref.model", "critic.model")
     ),
     _one_of("data.truncation", TRUNCATIONS, "error refuses prompts that are too long"),
     *_optimizer(ACTOR),

@@ -110,7 +110,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except AsyncPipelineError as error:
-        sys.stderr.write(f"{MARK} {error}\n")
+        sys.stderr.write(f"{MARK} {error.report}\n")
         raise SystemExit(2) from None
 
 

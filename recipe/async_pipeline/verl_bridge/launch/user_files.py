@@ -60,6 +60,8 @@ try:
     function = getattr(module, name)
     if not callable(function):
         raise TypeError(f"{name} is no function, but {function!r}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"{name} yields values; return the score")
     try:
         # Not of what a decorator wraps: it may pass more or other arguments.
         signature = inspect.signature(function, follow_wrapped=False)

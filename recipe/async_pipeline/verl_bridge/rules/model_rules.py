@@ -262,6 +262,11 @@ def _check_context(config: DictConfig, described: Mapping[str, Any]) -> None:
     if rollout.name == "diffusers":
         return
     lengths = [OmegaConf.select(config, f"data.max_{part}_length") for part in ("prompt", "response")]
+    for part, length in zip(("prompt", "response"), lengths, strict=True):
+        if isinstance(length, int) and isinstance(own := rollout[f"{part}_length"], int) and own > length:
+            raise ConfigError(
+                f"{ROLLOUT}.{part}_length must be at most data.max_{part}_length={length}, got {own}; leave it out"
+            )
     override = OmegaConf.select(config, f"{MODEL}.override_config.max_position_embeddings")
     of_model = override or described.get("max_position_embeddings")
     of_model = of_model or _text_model(described).get("max_position_embeddings")
