@@ -36,6 +36,7 @@ from .fsdp_shards import TrainingRanks
 from .loss_registry import ppo_loss_with_scores
 from .megatron.replay import replays, require_routes
 from .megatron.rotary import set_rotary_base
+from .packed_sequences import register_attention
 from .shards import Held, assembled, held_by, offload_again
 
 REF_COLUMN = "ref_log_probs_full"
@@ -51,6 +52,8 @@ def without_pinned_memory(policy: Any) -> Any:
 
 if is_cpu():
     replaced.apply("training on a CPU")
+replaced.apply("training without flash-attn")
+register_attention()
 
 
 class SafeLoad:
