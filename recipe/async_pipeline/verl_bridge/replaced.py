@@ -304,6 +304,16 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             wraps=True,
         ),
     ),
+    # Every training worker. With flash-attn verl does not call it.
+    "training without flash-attn": (
+        Replacement(
+            "verl.utils.torch_functional",
+            "logprobs_from_logits_v2",
+            "workers.packed_sequences:log_probs_of",
+            why="verl computes the log-probs of packed tokens one by one, and rounds them to bfloat16",
+            remove_when="verl computes them together, in float32",
+        ),
+    ),
     # Rollout servers with vLLM, and the processes of its engine.
     "vLLM's server": (
         Replacement(

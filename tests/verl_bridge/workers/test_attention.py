@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without flash-attn, FSDP trains text with sdpa, and packed sequences do not see each other."""
+"""Without flash-attn, FSDP trains text with torch's attention."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.verl_bridge.conftest import Smoke
 
@@ -26,18 +24,18 @@ def chosen(config: DictConfig) -> tuple[Any, Any]:
     return OmegaConf.select(config, ACTOR), OmegaConf.select(config, CRITIC)
 
 
-def test_a_run_gets_sdpa_with_one_line(launch: ModuleType, smoke: Smoke) -> None:
+def test_a_run_gets_torchs_with_one_line(launch: ModuleType, smoke: Smoke) -> None:
     config = smoke(UNSET)
     notes = launch.set_verls_keys(config, launch.checked(config), ())
     (line,) = (note for note in notes if ATTENTION in note)
-    assert line.startswith(f"{ACTOR}=sdpa: flash-attn is not installed here; ") and "\n" not in line
-    assert chosen(config) == ("sdpa", None), "this run has no critic"
+    assert line.startswith(f"{ACTOR}=packed_sdpa: flash-attn is not installed here; ") and "\n" not in line
+    assert chosen(config) == ("packed_sdpa", None), "this run has no critic"
 
 
 def test_a_critic_gets_it_too(module: ModuleType, smoke: Smoke) -> None:
     config = smoke(UNSET | {"algorithm.adv_estimator": "gae"})
     assert module.set_attention(config, {}) is not None
-    assert chosen(config) == ("sdpa", "sdpa")
+    assert chosen(config) == ("packed_sdpa", "packed_sdpa")
 
 
 @pytest.mark.parametrize(
@@ -63,10 +61,11 @@ def test_other_runs_are_left_alone(
         ({ULYSSES: 2}, {}, f"{ULYSSES}=2"),
         ({FSDP_ULYSSES: 2}, {}, f"{FSDP_ULYSSES}=2"),
         ({}, {"vision_config": {}}, "a model of pictures"),
+        ({}, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     ],
-    ids=["ulysses", "fsdp-ulysses", "pictures"],
+    ids=["ulysses", "fsdp-ulysses", "pictures", "limited-scores"],
 )
-def test_what_sdpa_cannot_train_is_named(
+def test_what_needs_flash_attention_is_named(
     module: ModuleType, smoke: Smoke, changes: dict[str, Any], described: dict[str, Any], user: str
 ) -> None:
     config = smoke(UNSET | changes)
@@ -82,24 +81,3 @@ def test_flash_attention_is_used_where_it_is_installed(
     config = smoke(UNSET)
     assert module.set_attention(config, {}) is None
     assert chosen(config) == (None, None)
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_packed_sequences_do_not_see_each_other(kind: str) -> None:
-    """verl removes the padding: it joins the sequences of a micro-batch, with their positions and no mask."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    sequences = [torch.randint(0, 97, (1, length)) for length in (5, 1, 17, 9)]
-    positions = torch.cat([torch.arange(one.shape[1]) for one in sequences])[None]
-    joined = model(torch.cat(sequences, 1), position_ids=positions, use_cache=False).logits
-    alone = torch.cat([model(one, use_cache=False).logits for one in sequences], 1)
-    torch.testing.assert_close(joined, alone)

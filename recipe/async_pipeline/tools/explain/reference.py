@@ -66,7 +66,7 @@ _VERLS_DEFAULTS = """\
 With vLLM or SGLang on GPUs it [becomes 0.85 or 0.8](gpus.md#device-memory-of-the-engines) unless you set it.
 
 `actor_rollout_ref.model.override_config.attn_implementation` is flash_attention_2 in verl. With FSDP on GPUs
-it [becomes sdpa](gpus.md#installing) where flash-attn is not installed, unless you set it.
+it [becomes packed_sdpa](gpus.md#installing) where flash-attn is not installed, unless you set it.
 
 """
 _FOREIGN_HEAD = """\

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have FSDP train with sdpa where flash-attn, which verl's default requires, is not installed."""
+"""Have FSDP train with torch's attention where flash-attn, verl's default, is not installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ..rules.model_rules import has_critic
 
 ATTENTION = "override_config.attn_implementation"
 """Below a model. verl's default is flash_attention_2."""
-INSTEAD = "sdpa"
+INSTEAD = "packed_sdpa"
+"""Registered by `packed_sequences`. transformers refuses a name with `sdpa` for models that cannot use it."""
+LIMIT = "attn_logit_softcapping"
 ULYSSES = (
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
@@ -38,10 +40,12 @@ def set_attention(config: DictConfig, described: Mapping[str, Any]) -> str | Non
     ):
         return None
     # verl's own attention for models of pictures and for shared sequences calls flash-attn in any case.
-    sharing = [path for path in ULYSSES if OmegaConf.select(config, path) != 1]
-    if sharing or "vision_config" in described:
-        user = f"{sharing[0]}={OmegaConf.select(config, sharing[0])}" if sharing else "a model of pictures"
-        return f"{user} requires flash-attn to train, which is not installed here; install it on the nodes"
+    users = [f"{path}={size}" for path in ULYSSES if (size := OmegaConf.select(config, path)) != 1]
+    users += ["a model of pictures"] * ("vision_config" in described)
+    if limit := described.get(LIMIT):  # which sdpa ignores
+        users.append(f"{LIMIT}={limit}")
+    if users:
+        return f"{users[0]} requires flash-attn to train; it is not installed here: install it on the nodes"
     with open_dict(config):
         for path in unset:
             OmegaConf.update(config, path, INSTEAD, force_add=True)

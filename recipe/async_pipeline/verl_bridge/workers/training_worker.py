@@ -35,6 +35,7 @@ from .expert_load import ExpertLoad
 from .fsdp_shards import TrainingRanks
 from .megatron.replay import replays, require_routes
 from .megatron.rotary import set_rotary_base
+from .packed_sequences import register_attention
 from .shards import Held, assembled, held_by, offload_again
 from .update_log_probs import CORRECTION, UpdateLogProbs
 
@@ -51,6 +52,8 @@ def without_pinned_memory(policy: Any) -> Any:
 
 if is_cpu():
     replaced.apply("training on a CPU")
+replaced.apply("training without flash-attn")
+register_attention()
 
 
 class SafeLoad:

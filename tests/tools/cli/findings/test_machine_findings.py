@@ -66,7 +66,7 @@ def test_flash_attention_matters_on_gpus_only() -> None:
     unneeded = machine.check_flash_attention(0, version_of)
     assert (unneeded.verdict, unneeded.detail) == ("ok", "not needed: it runs on GPUs only")
     missing = machine.check_flash_attention(8, version_of)
-    assert missing.verdict == "warn" and "trains with sdpa" in missing.detail
+    assert missing.verdict == "warn" and "trains with packed_sdpa" in missing.detail
     assert "attn_implementation" in missing.remedy
     found = machine.check_flash_attention(1, lambda name: "2.8.3")
     assert (found.verdict, found.detail) == ("ok", "flash-attn 2.8.3")

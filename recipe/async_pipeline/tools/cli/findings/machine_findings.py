@@ -79,7 +79,7 @@ def check_flash_attention(
         return Finding(
             subject="flash-attn",
             verdict="warn",
-            detail="not installed: FSDP trains with sdpa; models of pictures and Ulysses need it",
+            detail="not installed: FSDP trains with packed_sdpa; models of pictures and Ulysses need it",
             remedy=f"for these, build it for your torch, or set {ATTENTION}",
         )
 
