@@ -85,3 +85,40 @@ def test_flash_attention_matters_on_gpus_only() -> None:
 def test_open_files(soft: int, hard: int, verdict: str, words: str) -> None:
     found = machine.check_open_files(soft, hard)
     assert found.verdict == verdict and words in found.detail + found.remedy
+
+
+NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (builder@host-7)\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "verdict", "words"),
+    [
+        ("580.95.05", "13.0", "ok", "580.95.05; torch is built for CUDA 13.0, which needs 580"),
+        ("535.54", "12.8", "ok", "535.54; "),
+        ("575.57.08", "13.0", "warn", "which needs 580"),
+        ("575.57.08", None, "warn", "575.57.08; torch is built without CUDA"),
+        ("575.57.08", "14.0", "warn", "CUDA 14.0, which needs a driver as new"),
+        (None, "13.0", "warn", "of an unknown version; "),
+    ],
+)
+def test_the_driver_runs_what_torch_is_built_for(
+    tmp_path: Path, version: str | None, cuda: str | None, verdict: str, words: str
+) -> None:
+    file = tmp_path / "version"
+    if version is not None:
+        file.write_text(NVRM.format(version))
+    found = machine.check_driver(file, cuda)
+    assert found.verdict == verdict and words in found.detail
+    assert bool(found.remedy) == (verdict == "warn")
+
+
+@pytest.mark.parametrize("cuda", ["12.8", None])
+def test_the_cuda_of_torch_is_read_from_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None
+) -> None:
+    package = tmp_path / "torch_of_test"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "version.py").write_text(f"cuda: Optional[str] = {cuda!r}\nhip: Optional[str] = '6'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine.torch_cuda(package.name) == cuda
