@@ -263,6 +263,8 @@ def overrides_of(load: JobSize, directory: Path) -> list[str]:
         "trainer.default_local_dir": str(directory / "checkpoints"),
         "trainer.v1.async_pipeline.run_dir": str(directory / "run"),
         "ray_kwargs.ray_init.num_gpus": load.replicas + 1,
+        # There are no workers, whose update could keep them.
+        "trainer.v1.async_pipeline.training.old_logp": "trainer",
         # Do not join another Ray cluster on this machine.
         "ray_kwargs.ray_init.address": "local",
     }
