@@ -21,6 +21,8 @@ from ray.exceptions import RayTaskError
 from recipe.async_pipeline.checkpoint.hashed_file import FileEntry
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.errors import CheckpointError, WaitTimeout
+from recipe.async_pipeline.observe.observers import Observers
+from tests import HANG_S
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -95,6 +97,7 @@ class Saving:
         self.events: list[str] = []
         self.fails: dict[str, Exception] = {}
         self.lines: list[str] = []
+        self.observers = Observers(self.lines.append)
         self.state: Any = None
         self.engines = asyncio.Event()
         self.engines.set()
@@ -138,6 +141,8 @@ class Saving:
             partition="train",
             rejects=lambda group: None,
             on_save=lambda step, folder: self.event(f"saved {step}"),
+            observers=self.observers,
+            patience_s=HANG_S,
             stall_s=60.0,
         )
         monkeypatch.setattr(module, "Checkpoints", lambda **_: Made())
@@ -236,6 +241,22 @@ def test_another_error_ends_the_run(saving: Saving, error: Exception) -> None:
     with pytest.raises(type(error)):
         saving.run()
     assert saving.events[-1] == "abandon"
+
+
+def test_the_last_call_of_a_callback_is_repeated_before_the_run_ends(saving: Saving) -> None:
+    saving.fails["saved 4"] = ConnectionError("503")
+    assert saving.run(4)
+    del saving.fails["saved 4"]
+    saving.checkpointing.close()
+    assert saving.events[-2:] == ["saved 4", "saved 4"]
+    assert saving.observers.off == {}
+
+
+def test_a_callback_that_keeps_failing_is_named_at_the_end(saving: Saving) -> None:
+    saving.fails["saved 4"] = ConnectionError("503")
+    assert saving.run(4)
+    saving.checkpointing.close()
+    assert saving.observers.off == {"the checkpoint callback": "ConnectionError: 503"}
 
 
 def test_damage_is_refused_before_anything_is_loaded(module: ModuleType, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from ...core.waits.deadline import within
 from ...core.waits.progress import while_it_progresses
 from ...errors import WaitTimeout
 from ...observe.causes import one_line
+from ...observe.observers import Observers
 from ...observe.run_directory.event_file import EventFile
 from ...observe.run_directory.summary import RunRecorder
+from ...observe.trackers import ServiceCalls
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.tokens.partial_rollouts import WRITTEN_S
 from ..calls.ray_calls import cause_of
@@ -84,10 +88,12 @@ class Checkpointing:
         partition: str,
         rejects: Callable[[Group], Any],
         on_save: Callable[[int, str], object],
+        observers: Observers,
+        patience_s: float,
         stall_s: float | None,
     ) -> None:
-        """`config` is verl's `trainer` section. `on_save(step, folder)` is called after each checkpoint;
-        it raises nothing, and returns in time.
+        """`config` is verl's `trainer` section. `on_save(step, folder)` is called after each checkpoint
+        and is one of the observers; the next checkpoint waits for it for at most `patience_s`.
 
         `stall_s`: see `faults.checkpoint_stall_s`.
         """
@@ -99,6 +105,13 @@ class Checkpointing:
         self._prompts, self._manager, self._bad_data = prompts, manager, bad_data
         self._recorder, self._ledger, self._partition = recorder, ledger, partition
         self._rejects, self._on_save = rejects, on_save
+        self._deliver = ServiceCalls(
+            "the checkpoint callback",
+            observers,
+            lost="without calls of it",
+            patience_s=patience_s,
+            stuck_s=math.inf,  # it may upload for hours
+        )
 
     async def save(
         self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
@@ -133,8 +146,12 @@ class Checkpointing:
             )
             return False
         # It is published: what happens here ends no run.
-        await self._calls.without_deadline(self._on_save, step, str(folder))
+        await self._calls.without_deadline(self._deliver, partial(self._on_save, step, str(folder)))
         return True
+
+    def close(self) -> None:
+        """Repeat a call of `on_save` that failed, and tell the user if it fails again. Blocks."""
+        self._deliver.close()
 
     async def _write(
         self,

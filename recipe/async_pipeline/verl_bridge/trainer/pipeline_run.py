@@ -16,7 +16,6 @@ only its trainer (`verl_trainer.py`), which calls `restore`, `connect` and `run`
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -49,7 +48,7 @@ from ...observe.run_directory.agent_output import FOLDER, AgentOutputFolder
 from ...observe.run_directory.event_file import EventFile
 from ...observe.run_directory.summary import RunRecorder, write_atomically
 from ...observe.table import closing, header
-from ...observe.trackers import ServiceCalls, Trackers
+from ...observe.trackers import Trackers
 from ...observe.watchdog import Watchdog
 from ...redaction import redacted
 from ...stages.custom import insert_custom_stages
@@ -251,6 +250,7 @@ class PipelineRun:
                 raise
             finally:
                 await self.report.close()
+                await self.calls.without_deadline(self.checkpointing.close)
                 await self.verl.agent_loop_manager.close()
                 await self.rollout_pool.close()
                 overlap_s = overlap.seconds if observers.is_on(OVERLAP) else None
@@ -370,24 +370,10 @@ class PipelineRun:
     def _new_checkpointing(self, manager: PushAgentLoopManager) -> Checkpointing:
         """Return the part that writes checkpoints."""
 
-        deliver = ServiceCalls(
-            "the checkpoint callback",
-            self.observers,
-            lost="without calls of it",
-            # It may upload for hours; the next checkpoint waits for it, as long as any stage waits.
-            patience_s=self.knobs.faults.wait_timeout_s,
-            stuck_s=math.inf,
-        )
-
         def on_save(step: int, folder: str) -> None:
-            call = partial(
-                self.verl.checkpoint_callback.on_save,
-                trainer=self.stages.at(step),
-                global_step=step,
-                checkpoint_dir=folder,
-                async_save=False,
+            self.verl.checkpoint_callback.on_save(
+                trainer=self.stages.at(step), global_step=step, checkpoint_dir=folder, async_save=False
             )
-            deliver(call)
 
         critic: Any | None = self.verl.critic_wg if self.verl.use_critic else None
         return Checkpointing(
@@ -409,6 +395,8 @@ class PipelineRun:
             partition=PARTITION,
             rejects=self.generation.rejects,
             on_save=on_save,
+            observers=self.observers,
+            patience_s=self.knobs.faults.wait_timeout_s,
             stall_s=self.knobs.faults.checkpoint_stall_s,
         )
 
