@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TextIO
 
@@ -18,3 +19,9 @@ def echo(text: str, *, file: TextIO | None = None) -> None:
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     stream.flush()
+
+
+def write_whole(descriptor: int, text: bytes) -> None:
+    """Write all of `text`, unbuffered. Raises OSError."""
+    while text:
+        text = text[os.write(descriptor, text) :]

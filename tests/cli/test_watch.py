@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import watch
-from recipe.async_pipeline.cli.watch import Screen
+from recipe.async_pipeline.cli.watch import Screen, UnblockedOutput
 from recipe.async_pipeline.observe.run_directory.summary import write_atomically
 from recipe.async_pipeline.observe.table import MARK, TRANSIENT
 from recipe.async_pipeline.processes import descendants
@@ -175,10 +175,12 @@ def test_a_broken_screen_costs_the_shown_lines_only(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_lacks_a_character_shows_the_rest() -> None:
-    raw = io.BytesIO()
-    screen = Screen(io.TextIOWrapper(raw, encoding="ascii"), time.monotonic())
-    screen.line(f"{MARK} Zürich → 3\n")
-    assert raw.getvalue().endswith(b"Z?rich ? 3\n")
+    reader, writer = os.pipe()
+    with open(reader, "rb") as shown, open(writer, "w", encoding="ascii") as terminal:
+        out = UnblockedOutput(terminal)
+        Screen(out, time.monotonic()).line(f"{MARK} Zürich → 3\n")
+        out.close()
+        assert shown.readline().endswith(b"Z?rich ? 3\n")
 
 
 def test_the_cause_is_on_the_last_line(out: io.StringIO, tmp_path: Path) -> None:
@@ -434,6 +436,20 @@ def test_the_command_runs_to_its_end_although_its_screen_is_not_read(tmp_path: P
         process.stdout.close()
         process.wait(HANG_S)
     assert (tmp_path / "run.log").read_text().count("step") == lines
+
+
+@pytest.mark.slow
+def test_a_screen_that_is_stopped_holds_up_nothing(tmp_path: Path) -> None:
+    lines = 20_000  # more than any pipe holds
+    code = (
+        f"print({MARK!r}, 'run directory {tmp_path}', flush=True)\n"
+        f"for number in range({lines}): print({MARK!r}, 'step', number)"
+    )
+    with started("-m", "recipe.async_pipeline", "watch", "--", sys.executable, "-c", code) as process:
+        assert process.wait(HANG_S) == 0, "nobody reads"
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("step") == lines
+    assert "watch: a line cannot be shown (10000 lines wait for the terminal)" in log
 
 
 def test_the_command_ends_if_its_watch_is_killed() -> None:

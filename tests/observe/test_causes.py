@@ -315,3 +315,12 @@ def test_ctrl_c_is_no_cause(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(asyncio.CancelledError), causes():
         raise asyncio.CancelledError
     assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_of_the_output_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys.stdout, "write", fails)
+    with pytest.raises(KeyError), causes():
+        raise KeyError("the real error")

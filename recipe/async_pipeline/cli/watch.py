@@ -8,8 +8,8 @@ as Ctrl-C, unless it was ignored at the start (nohup). SIGTERM is passed on, and
 `faults.notice_s` for a checkpoint. The command learns our PID, and ends if we are killed
 (`processes.end_with_ancestor`).
 
-The run does not depend on its screen: a closed pipe, a full disk behind a redirect, or a terminal that lacks
-a character costs the shown line and nothing else.
+The run does not depend on its screen: a closed pipe, a full disk behind a redirect, a terminal that is stopped
+or lacks a character costs the shown lines and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import queue
 import re
 import shutil
 import signal
@@ -31,6 +32,7 @@ from typing import IO, TextIO
 
 from ..config.keys.overrides import explain_complaint
 from ..config.knobs.schema import MOST_NOTICE_S
+from ..console import write_whole
 from ..observe.run_directory.run_files import set_aside
 from ..observe.run_directory.summary import write_in_its_place, written_ns
 from ..observe.table import MARK, TRANSIENT
@@ -44,6 +46,10 @@ STOP_S = 20.0
 QUIET_S = 20.0
 """Seconds without a shown line after which a line says that the run is alive."""
 TAIL_LINES = 25
+MOST_TEXTS = 10_000
+"""Lines that wait for a terminal; more are only in run.log."""
+SHOWN_S = 2.0
+"""Seconds at the end for a terminal to take the lines that wait."""
 _CLEAR_LINE = "\r\x1b[2K"
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RUN_DIR = re.compile(re.escape(MARK) + r" run directory (.+)$")
@@ -72,10 +78,51 @@ def run(args: argparse.Namespace) -> int:
     return Watcher(command, verbose=args.verbose).run()
 
 
+class UnblockedOutput:
+    """Writes to a stream in a thread: the caller does not wait for a terminal that is stopped."""
+
+    def __init__(self, out: TextIO) -> None:
+        # Not the stream: a thread that hangs must not hold the lock that Python takes at exit.
+        self._descriptor, self._encoding = out.fileno(), out.encoding
+        self.closed, self.isatty = out.closed, out.isatty
+        # Its `put` may be interrupted by the handler of Ctrl-C, which calls it, too.
+        self._texts = queue.SimpleQueue[str | None]()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> None:
+        """Have a text written. Raises OSError if too many wait, or if one before could not be written."""
+        if self._texts.qsize() >= MOST_TEXTS:
+            raise OSError(f"{MOST_TEXTS} lines wait for the terminal")
+        self._texts.put(text)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait at most SHOWN_S for the texts that are left."""
+        self._texts.put(None)
+        self._thread.join(SHOWN_S)
+
+    def _run(self) -> None:
+        _leave_signals_to_the_main_thread()
+        while (text := self._texts.get()) is not None:
+            try:
+                write_whole(self._descriptor, text.encode(self._encoding, "replace"))
+            except OSError as error:
+                self._error = error
+
+
+def _leave_signals_to_the_main_thread() -> None:
+    """Python handles signals there; one that is delivered to another thread would be delayed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
 class Screen:
     """Logs every line and decides which ones the user sees."""
 
-    def __init__(self, out: TextIO, started: float, *, verbose: bool = False) -> None:
+    def __init__(self, out: TextIO | UnblockedOutput, started: float, *, verbose: bool = False) -> None:
         self._out = out
         self._started = started
         self._verbose = verbose
@@ -135,12 +182,7 @@ class Screen:
     def _print(self, text: str) -> None:
         """Write to the screen. If it fails, only this text is lost, and run.log says so once."""
         try:
-            try:
-                self._out.write(text)
-            except UnicodeEncodeError:
-                encoding = self._out.encoding or "ascii"
-                self._out.write(text.encode(encoding, "replace").decode(encoding))
-            self._out.flush()
+            self._out.write(text)
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._lost += 1
             if self._lost == 1:
@@ -216,7 +258,8 @@ class Watcher:
     def __init__(self, command: Sequence[str], *, verbose: bool = False, out: TextIO = sys.stdout) -> None:
         self._command = list(command)
         self._started = time.monotonic()
-        self.screen = Screen(out, self._started, verbose=verbose)
+        self._out = UnblockedOutput(out)
+        self.screen = Screen(self._out, self._started, verbose=verbose)
         self._interrupts = 0
         self._process: subprocess.Popen[str] | None = None
 
@@ -270,9 +313,7 @@ class Watcher:
                 self.screen.reassure()
 
     def _read(self, output: IO[str]) -> None:
-        # Python handles signals in the main thread; a signal delivered to this thread would be delayed.
-        handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM}
-        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        _leave_signals_to_the_main_thread()
         for line in output:
             self.screen.line(line)
 
@@ -285,6 +326,7 @@ class Watcher:
             status = 2 if self.screen.users_mistake else status if status > 0 else 128 - status
             self.screen.fail(status)
         self.screen.close()
+        self._out.close()
         return status
 
     def _stop(self, number: int, frame: object) -> None:

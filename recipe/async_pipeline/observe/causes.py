@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import format_exception
 
@@ -68,7 +68,8 @@ def causes() -> Iterator[None]:
         if "told" not in vars(reason):
             vars(reason)["told"] = True  # pickled with the error
             cause = str(reason) if isinstance(reason, ConfigError | PatchError) else one_line(error)
-            echo(f"{MARK} cause: {cause}")
+            with suppress(OSError):  # the disk of the output may be the one that is full
+                echo(f"{MARK} cause: {cause}")
         raise
 
 

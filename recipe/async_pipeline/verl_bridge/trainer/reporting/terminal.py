@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 
+from ....console import write_whole
 from ....observe.table import MARK
 
 
@@ -14,6 +15,7 @@ def say(text: str) -> None:
 
 
 def echo(line: str) -> None:
-    """Write a line without the mark."""
+    """Write a line without the mark. It is lost if the disk of Ray's logs is full."""
     # Ray forwards the standard output of this actor to the user's terminal.
-    os.write(1, f"{line}\n".encode())
+    with suppress(OSError):
+        write_whole(1, f"{line}\n".encode())
