@@ -108,6 +108,10 @@ def test_resume_path_uses_that_checkpoint_or_fails(tmp_path: Path) -> None:
         ({"max_lag": 5}, f"{OWN}.staleness.max_lag was 3 there and is 5 here; set it back, or start a new"),
         ({"staleness.straggler": "mask"}, f"{OWN}.staleness.straggler was wait there and is mask here"),
         ({"weight_sync.every": 2}, f"{OWN}.weight_sync.every was 1 there and is 2 here"),
+        (
+            {"reward.while_generating": False},
+            f"{OWN}.reward.while_generating was True there and is False here",
+        ),
     ],
 )
 def test_a_changed_setting_is_named(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
@@ -127,6 +131,25 @@ def test_a_knob_that_may_change_is_no_reason(tmp_path: Path) -> None:
     }
     found = origin(config(tmp_path), **changed).found
     assert found is not None and found.folder == folder
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "value"),
+    [
+        ("actor_rollout_ref", "model.lora_rank", 8),
+        ("data", "sampler.class_path", "my_sampler.py"),
+    ],
+)
+def test_what_was_added_to_the_model_or_the_dataloader_is_named(
+    tmp_path: Path, section: str, path: str, value: Any
+) -> None:
+    saved(tmp_path, 4)
+    raw, lines = config(tmp_path), list[str]()
+    part, name = path.split(".")
+    raw[section].setdefault(part, {})[name] = value
+    with pytest.raises(ConfigError, match="found no usable checkpoint"):
+        origin(raw, lines)
+    assert f"{section}.{path} was (not set) there and is {value} here" in lines[0]
 
 
 @pytest.mark.parametrize(("key", "value"), [("dataloader_num_workers", 4), ("shuffle", False)])

@@ -230,9 +230,12 @@ def identity_of(
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.actor.strategy",
     )
+    model = "actor_rollout_ref.model"
+    added = (f"{model}.lora_rank", f"{model}.lora.rank", "data.sampler.class_path")
 
     return {
         **{path: str(select(config, path)) for path in same},
+        **{path: str(value) for path in added if (value := select(config, path))},
         **_sizes_of_megatron(config),
         **{
             f"{OWN}.{knob.path}": without_secrets(str(attrgetter(knob.path)(knobs)))

@@ -150,6 +150,8 @@ class RewardConfig:
     PATH: ClassVar[str] = f"{OWN}.reward"
     LIMITED: ClassVar[tuple[str, ...]] = ("batch", "attempts", "concurrency", "memory_mb")
     """Knobs that have an effect only with `timeout_s`."""
+    # Not `while_generating`: the finished responses of a checkpoint have scores, or are still to get them.
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("timeout_s", "failure", "default", *LIMITED)
 
     while_generating: bool = True
     """Score each response as soon as it is finished. False: score the batch once all of it is generated,
@@ -229,7 +231,7 @@ class AsyncPipelineConfig:
 
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *("run_dir", "pools", "validation", "engine_check"),
-        *("rollout", "fleet", "reward", "faults"),
+        *("rollout", "fleet", "faults"),
     )
     """Knobs and whole sections that a resumed run may have with other values; see `fields`."""
 
