@@ -16,6 +16,7 @@ from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import CheckpointError, ConservationError, StalenessViolation
+from recipe.async_pipeline.tools.ledger.audit import audit
 from tests.fakes.lives import Life
 from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
 from tests.stages.conftest import MakeRole
@@ -244,3 +245,24 @@ def test_a_step_whose_update_was_skipped_is_counted_and_in_the_ledger() -> None:
     assert trained == [0.0, 1.0, 2.0, 2.0]
     assert flow.result().updates_skipped == 2
     assert flow.state(4).ledger.skipped == 2
+
+
+class CriticDiverged(Diverged, Books):
+    """So are those of the critic in its third and fourth step."""
+
+    async def update_critic(self, batch: StepBatch) -> StepBatch:
+        done = await super().update_critic(batch)
+        return done.with_results(metrics={"critic/grad_norm": math.nan if batch.step > 2 else 1.5})
+
+
+@pytest.mark.parametrize("pool", ["train", "critic"])
+def test_a_step_whose_critic_was_not_updated_is_counted_once(pool: str) -> None:
+    records: list[dict[str, Any]] = []
+    trainer = CriticDiverged(steps=4, roles=WITH_CRITIC, places={"critic": pool})
+    flow = AsyncTrainingFlow(trainer)
+    flow.ledger.subscribe(lambda record: records.append(record.as_dict()))
+    run_virtual(flow.run())
+    (skipped,) = (record for record in records if record["kind"] == "skipped")
+    assert (skipped["step"], skipped["why"]) == (4, "critic/grad_norm is nan")
+    assert trainer.facts["train/skipped_updates"] == flow.result().updates_skipped == 3
+    assert not audit(records).violations

@@ -127,7 +127,7 @@ def closing(summary: Mapping[str, object]) -> list[str]:
     if skipped:
         lines.append(
             f"{MARK} {skipped} of the steps did not train, or not on all of their mini-batches, because "
-            "gradients were not finite; see actor/grad_norm"
+            "gradients were not finite; see actor/grad_norm and critic/grad_norm"
         )
     if summary.get("checkpoints_failed"):
         lines.append(

@@ -68,7 +68,8 @@ class TrainStateMachine(RoleStateMachine):
         facts = self._check_lags(item)
         batch = await self.trainer.update(item)
         self.pipeline.versions.advance_trained(item.step)
-        self.pipeline.fates.train(item.step, item.groups, skipped=skipped_update(batch.metrics))
+        skipped = skipped_update(batch.metrics)
+        self.pipeline.fates.train(item.step, item.groups, skipped=skipped)
         self.pipeline.check_books()
         facts = {**facts, "train/skipped_updates": float(self.pipeline.ledger.skipped)}
         self.note("TRAINED", version=item.step, **facts)
@@ -76,8 +77,12 @@ class TrainStateMachine(RoleStateMachine):
         # The next gather must not wait for our bookkeeping.
         await self.emit(batch)
         await self._judge(item)
-        judged, self._judged = self._judged, None
-        await self.trainer.finish_step(batch if judged is None else batch.merged(judged), facts)
+        if self._judged is not None:
+            batch, self._judged = batch.merged(self._judged), None
+            if not skipped and (skipped := skipped_update(batch.metrics)):
+                self.pipeline.ledger.skip(item.step, skipped)
+                facts = {**facts, "train/skipped_updates": float(self.pipeline.ledger.skipped)}
+        await self.trainer.finish_step(batch, facts)
         if self.pipeline.checkpoints.saves(item.step):
             await self._saved()
             await self.compute_again()

@@ -139,6 +139,11 @@ class Ledger:
         """Note that all replicas serve a version."""
         self._append("served", version=version)
 
+    def skip(self, step: int, why: str) -> None:
+        """Note that the critic's update of a step was not applied; the record of its training precedes."""
+        self.skipped += 1
+        self._append("skipped", step=step, why=why)
+
     def checkpointed(self, step: int, number: int) -> None:
         """Note that a checkpoint of `step`, which covers the records up to `number`, can be resumed from."""
         self._append("checkpointed", step=step, seen=number)

@@ -94,7 +94,7 @@ class _Books:
             "scored": lambda record: None,
             "trained": self._trained,
             "served": self._serves,
-            "checkpointed": lambda record: None,
+            **dict.fromkeys(("skipped", "checkpointed"), lambda record: None),
             "closed": self._closed,
             **dict.fromkeys(("filtered", "expired", "failed"), self._given_up),
         }
