@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,36 +130,74 @@ def test_a_strict_run_gets_the_error() -> None:
 
 
 class Logger:
-    """verl's loggers of metrics and of generations; `bad` always fails."""
+    """verl's loggers of metrics and of generations, for each tracker; `bad` always fails."""
 
     def __init__(self) -> None:
-        self.logger = {"good": None, "bad": None}
         self.got: list[Any] = []
+        self.refusals = 0
+        """Times that `late` cannot be opened."""
+        self.opens = threading.Event()
+        """Set when `late` answers."""
+        self.opens.set()
 
-    def log(self, data: Any, step: int, backend: list[str]) -> None:
-        self.take(backend[0], data)
+    def connect(self, name: str) -> Any:
+        if name == "late":
+            assert self.opens.wait(HANG_S)
+        refuses = name == "late" and self.refusals > 0
+        self.refusals -= refuses
+        return SimpleNamespace(
+            logger={} if refuses else {name: None},
+            log=lambda *, data, step: self.take(name, data),
+            finish=lambda: self.got.append((name, "finished")),
+        )
 
     def take(self, name: str, data: Any) -> None:
         if name == "bad":
             raise ConnectionError("503")
-        self.got.append(data)
-
-
-class Samples:
-    """verl's logger of generations."""
-
-    def __init__(self, logger: Logger) -> None:
-        self.other = logger
+        self.got.append((name, data))
 
     def log(self, loggers: list[str], samples: Any, step: int) -> None:
-        self.other.log(samples, step, loggers)
+        self.take(loggers[0], samples)
 
 
-def test_a_tracker_that_fails_hides_metrics_and_samples_from_no_other(observers: Observers) -> None:
-    logger = Logger()
-    trackers = Trackers(logger, Samples(logger), observers)
+@pytest.fixture
+def logger() -> Logger:
+    return Logger()
+
+
+def test_a_tracker_that_fails_hides_metrics_and_samples_from_no_other(
+    observers: Observers, logger: Logger
+) -> None:
+    trackers = Trackers(["good", "bad"], logger.connect, logger, observers)
     trackers.log_metrics({"a": 1}, 1)
     trackers.log(["good", "bad", "unknown"], ["text"], 1)
     trackers.close()
-    assert logger.got == [{"a": 1}, ["text"]]
+    assert logger.got == [("good", {"a": 1}), ("good", ["text"]), ("good", "finished")]
     assert observers.off == {"the tracker bad": "ConnectionError: 503"}
+
+
+def test_a_tracker_that_cannot_be_opened_at_first_gets_its_calls_later(
+    observers: Observers, logger: Logger, said: list[str]
+) -> None:
+    logger.refusals = 1
+    trackers = Trackers(["late"], logger.connect, logger, observers)
+    for step in (1, 2):
+        trackers.log_metrics({"a": step}, step)
+    assert logger.got == []
+    trackers.close()
+    assert logger.got == [("late", {"a": 1}), ("late", {"a": 2}), ("late", "finished")]
+    assert said[0].startswith("the tracker late fails: ConnectionError: it could not be opened; it is tried")
+    assert observers.off == {}
+
+
+def test_a_tracker_that_hangs_when_it_is_opened_holds_up_no_other(
+    observers: Observers, logger: Logger
+) -> None:
+    logger.opens.clear()
+    trackers = Trackers(["late", "good"], logger.connect, logger, observers, patience_s=0.01)
+    trackers.log_metrics({"a": 1}, 1)
+    trackers.log_metrics({"a": 2}, 2, only=["late"])
+    logger.opens.set()
+    trackers.close()
+    assert [data for name, data in logger.got if name == "late"] == [{"a": 1}, {"a": 2}, "finished"]
+    assert [data for name, data in logger.got if name == "good"] == [{"a": 1}, "finished"]

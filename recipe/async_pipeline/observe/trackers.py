@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -93,9 +93,11 @@ class ServiceCalls:
                     self._patience_s,
                 )
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Try the calls that are left again, for at most so many seconds."""
+    def close(self, timeout_s: float = CLOSE_S, last: Callable[[], object] | None = None) -> None:
+        """Try the calls that are left again, then call `last`, for at most so many seconds."""
         with self._changed:
+            if last is not None and self._thread is not None and not self._closing:
+                self._calls.append(last)
             self._closing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._calls or self._is_over, timeout_s)
@@ -157,25 +159,55 @@ class TrackingLogger(Protocol):
     def logger(self) -> Mapping[str, Any]:
         """The trackers, by name."""
 
-    def log(self, *, data: Mapping[str, Any], step: int, backend: list[str]) -> object:
-        """Log metrics to some of the trackers."""
+    def log(self, *, data: Mapping[str, Any], step: int) -> object:
+        """Log metrics."""
+
+    def finish(self) -> object:
+        """End what it began."""
 
 
 class Trackers:
-    """The trackers of a run: each has its own thread, so that none hides metrics from the others."""
+    """The trackers of a run: each has its own thread, so that none hides metrics from the others.
 
-    def __init__(self, logger: TrackingLogger, samples: Any, observers: Observers) -> None:
-        """`samples` is verl's logger of generations in validation."""
-        self._logger, self._samples = logger, samples
+    It is opened, called and finished in that thread, because some trackers keep their run for each thread.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        connect: Callable[[str], TrackingLogger],
+        samples: Any,
+        observers: Observers,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`connect(name)` opens a tracker; `samples` is verl's logger of generations in validation."""
+        self._connect, self._samples = connect, samples
+        self._open: dict[str, TrackingLogger] = {}
         self._calls_of = {
-            name: ServiceCalls(f"the tracker {name}", observers, lost="without its later metrics")
-            for name in logger.logger
+            name: ServiceCalls(
+                f"the tracker {name}", observers, lost="without its later metrics", patience_s=patience_s
+            )
+            for name in names
         }
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log metrics to each tracker."""
         for name, deliver in self._calls_of.items():
-            deliver(partial(self._logger.log, data=metrics, step=step, backend=[name]))
+            deliver(partial(self._begin, name))
+
+    def _begin(self, name: str) -> None:
+        opened = self._connect(name)
+        if not opened.logger:  # verl only warns about some errors
+            raise ConnectionError("it could not be opened")
+        self._open[name] = opened
+
+    def _log(self, name: str, metrics: Mapping[str, Any], step: int) -> None:
+        self._open[name].log(data=metrics, step=step)
+
+    def _finish(self, name: str) -> None:
+        self._open[name].finish()
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, only: Collection[str] | None = None) -> None:
+        """Log metrics to each tracker, or to some."""
+        for name in self._calls_of if only is None else only:
+            self._calls_of[name](partial(self._log, name, metrics, step))
 
     def log(self, loggers: Sequence[str], samples: Sequence[Any], step: int) -> None:
         """Log generations of a validation, as verl calls it: `loggers` are names of trackers."""
@@ -186,5 +218,5 @@ class Trackers:
     def close(self) -> None:
         """Send what is left, for at most CLOSE_S. Blocks."""
         end = time.monotonic() + CLOSE_S
-        for deliver in self._calls_of.values():
-            deliver.close(max(0.0, end - time.monotonic()))
+        for name, deliver in self._calls_of.items():
+            deliver.close(max(0.0, end - time.monotonic()), partial(self._finish, name))

@@ -280,9 +280,12 @@ class PipelineRun:
             self.folder.path / "settings.json", speed_settings(self.config, self.knobs, self.runtime)
         )
         names = {name: self.config.trainer[name] for name in ("project_name", "experiment_name")}
-        self.verl.logger = Tracking(**names, default_backend=self.config.trainer.logger, config=settings)
-        samples = ValidationGenerationsLogger(**names)
-        self.trackers = Trackers(self.verl.logger, samples, self.observers)
+        self.trackers = Trackers(
+            self.config.trainer.logger,
+            lambda name: Tracking(**names, default_backend=name, config=settings),
+            ValidationGenerationsLogger(**names),
+            self.observers,
+        )
         self.verl.validation_generations_logger = self.trackers
 
         self.recorder = RunRecorder(
@@ -296,7 +299,7 @@ class PipelineRun:
             shards = state.shards_of(checkpoint_contents.TRANSCRIPTS)
             self.prompts.keep(agent_loop_manager.resume(self._restored.folder, shards, self.wait_timeout_s))
         self._restored = None
-        self.folder.repeat_rows(self.verl.logger)
+        self.folder.repeat_rows(self.trackers)
 
         self.accounts = StepAccountant()
         self.generation = self._new_generation(agent_loop_manager)

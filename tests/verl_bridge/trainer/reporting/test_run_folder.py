@@ -19,8 +19,8 @@ class Logger:
     def __init__(self) -> None:
         self.rows: list[tuple[int, Any, Any]] = []
 
-    def log(self, *, data: Any, step: int, backend: Any) -> None:
-        self.rows.append((step, data, backend))
+    def log_metrics(self, metrics: Any, step: int, only: Any) -> None:
+        self.rows.append((step, metrics, only))
 
 
 @pytest.fixture

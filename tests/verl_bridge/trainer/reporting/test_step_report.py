@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -35,16 +35,19 @@ class Tracker:
     """Two trackers, of which one may fail."""
 
     def __init__(self) -> None:
-        self.logger: Mapping[str, Any] = {"good": None, "bad": None}
         self.fails = False
         self.last: Any = None
         self.logged: list[tuple[str, int]] = []
 
-    def log(self, *, data: Any, step: int, backend: list[str]) -> None:
+    def connect(self, name: str) -> Any:
+        log = partial(self.log, name)
+        return SimpleNamespace(logger={name: self}, log=log, finish=lambda: None)
+
+    def log(self, name: str, *, data: Any, step: int) -> None:
         self.last = data
-        if self.fails and backend == ["bad"]:
+        if self.fails and name == "bad":
             raise ConnectionError("no route to host")
-        self.logged.append((backend[0], step))
+        self.logged.append((name, step))
 
 
 class Parts:
@@ -81,7 +84,7 @@ class Parts:
             observers=self.observers,
             recorder=SimpleNamespace(record=lambda *args: None),
             gauges=quiet,
-            trackers=Trackers(self.tracker, None, self.observers),
+            trackers=Trackers(["good", "bad"], self.tracker.connect, None, self.observers),
             steps_per_epoch=1,
             rollout_data_dir=None,
         )

@@ -14,6 +14,7 @@ from ....config.derived.settings_file import as_settings
 from ....config.knobs.schema import AsyncPipelineConfig
 from ....observe.run_directory.event_file import EventFile
 from ....observe.run_directory.run_files import rows_until, run_of, set_aside
+from ....observe.trackers import Trackers
 from ...rollout.server_manager import devices_of_a_node
 
 END_FILES = ("summary.json", "trace.json", "report.html")
@@ -41,10 +42,10 @@ class RunFolder:
         # verl's file tracker reads its path from this variable.
         os.environ["VERL_FILE_LOGGER_PATH"] = str(metrics)
 
-    def repeat_rows(self, logger: Any) -> None:
+    def repeat_rows(self, trackers: Trackers) -> None:
         """Write the kept metrics to the metrics file; other trackers have them already."""
         for row in self.rows:
-            logger.log(data=row["data"], step=row["step"], backend=["file"])
+            trackers.log_metrics(row["data"], row["step"], only=["file"])
         self.rows = []
 
 
