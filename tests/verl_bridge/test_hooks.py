@@ -168,6 +168,18 @@ def test_a_pipeline_run_is_begun_and_awaited(calls: list[tuple[Any, ...]]) -> No
     ]
 
 
+def test_the_cause_is_one_line_if_the_sample_store_cannot_start(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(config: DictConfig) -> None:
+        raise MemoryError("no room for the rows")
+
+    monkeypatch.setattr(sys.modules[f"{launch.__name__}.prepare"], "start_sample_store", start)
+    with pytest.raises(MemoryError):
+        hooks.wait_for("running", config(trainer__v1__trainer_mode="one_step_off"))
+    assert capsys.readouterr().out.startswith(f"{MARK} cause: MemoryError: no room for the rows")
+
+
 def test_the_cause_is_one_line_if_the_trainer_cannot_begin(
     calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,8 +113,9 @@ def wait_for(running: Any, config: DictConfig) -> None:
     from .launch import prepare as launch
     from .process import interrupts
 
-    launch.check_cluster(config)
-    launch.start_sample_store(config)
+    with causes():
+        launch.check_cluster(config)
+        launch.start_sample_store(config)
     run_dir = Path(str(OmegaConf.select(config, f"{RUNTIME}.run_dir")))
     interrupts.wait_for(running, run_dir, OmegaConf.select(config, f"{OWN}.faults.notice_s") or 0.0)
 
