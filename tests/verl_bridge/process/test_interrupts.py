@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -136,21 +137,32 @@ def test_the_driver_tells_a_cause_that_the_run_has_not_told(
     assert how == "fail" or "its process was killed (`dmesg`" in summary["error"]
 
 
-def test_a_run_that_ignores_ctrl_c_does_not_delay_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_does_not_hear_ctrl_c_does_not_delay_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
+    """It starts up still, which takes less than `END_S` to find out, or hangs."""
+
     class Deaf:
         def run(self, log: Path) -> None:
-            log.touch()
-            threading.Event().wait()
+            asyncio.run(interrupts.until_cancelled(hang(log)) if begun else hang(log))
 
-    monkeypatch.setattr(interrupts, "END_S", 0.1)
+    async def hang(log: Path) -> None:
+        await asyncio.sleep(0)
+        log.touch()
+        threading.Event().wait()
+
+    if begun:
+        monkeypatch.setattr(interrupts, "END_S", 0.1)
+        monkeypatch.setattr(interrupts, "BEGIN_S", HANG_S)
     log = tmp_path / "log"
     deaf = ray.remote(Deaf).options(num_cpus=0).remote()
     running = deaf.run.remote(log)
     signal_once(log)
+    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         interrupts.wait_for(running, tmp_path)
+    assert time.monotonic() - started < HANG_S / 2
     assert ray.wait([running], timeout=0)[0] == []
     assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "interrupted", "error": None}
     ray.kill(deaf)

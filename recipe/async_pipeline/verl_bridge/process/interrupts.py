@@ -3,7 +3,7 @@
 
 Ray does not interrupt a running task of a named actor; it only sets a flag that the task can poll.
 
-    the command                        the trainer's process
+    the command                        the trainer's process, once it has begun
     Ctrl-C, SIGTERM ──── ray.cancel ─► polls the flag every POLL_S ─► cancels the run's coroutine
     waits for at most END_S ◄───────── writes the summary, closes the ledger, ends
 
@@ -31,6 +31,8 @@ from ...processes import WATCH_PID, end_signals, end_with_ancestor
 T = TypeVar("T")
 POLL_S = 0.5
 """Seconds between two polls of Ray's cancellation flag."""
+BEGIN_S = 1.0
+"""Seconds for a process that does not poll the flag yet, because it starts up, and has no files to close."""
 END_S = 10.0
 """Seconds for the run to write its summary and close its files; `watch` kills the rest after twice that."""
 
@@ -42,16 +44,17 @@ def wait_for(running: Any, run_dir: Path, notice_s: float = 0.0) -> None:
     failed outside of our code.
 
     Raises KeyboardInterrupt on Ctrl-C, or SystemExit on SIGTERM and SIGHUP, after cancelling the run and
-    waiting at most END_S for its end, after SIGTERM `notice_s` longer.
+    waiting at most END_S for its end, after SIGTERM `notice_s` longer; BEGIN_S if it still starts up.
     """
     before = written_ns(run_dir)
     with _exit_on_signals() as received:
         try:
             ray.wait([running])
         except (KeyboardInterrupt, SystemExit):
-            patience_s = END_S
-            if notice_s and signal.SIGTERM in received:
-                _internal_kv_put(_notice(running.task_id().hex()), b"")
+            task = running.task_id().hex()
+            patience_s = END_S if _internal_kv_exists(_key("begun", task)) else BEGIN_S
+            if notice_s and signal.SIGTERM in received and patience_s == END_S:
+                _internal_kv_put(_key("notice", task), b"")
                 patience_s += notice_s
             ray.cancel(running, recursive=False)  # the run cancels its own calls
             ray.wait([running], timeout=patience_s)
@@ -121,16 +124,20 @@ async def until_cancelled(
     return running.result()
 
 
-def _notice(task: str) -> bytes:
-    """Return the key that is set before a task is cancelled that may write a checkpoint first."""
-    return f"async_pipeline/notice/{task}".encode()
+def _key(what: str, task: str | None = None) -> bytes:
+    """Return a key of a task, by default this one.
+
+    `begun`: it polls Ray's flag. `notice`: it may write a checkpoint before it is cancelled.
+    """
+    return f"async_pipeline/{what}/{task or ray.get_runtime_context().get_task_id()}".encode()
 
 
 def _has_notice() -> bool:
-    return bool(_internal_kv_exists(_notice(ray.get_runtime_context().get_task_id())))
+    return bool(_internal_kv_exists(_key("notice")))
 
 
 async def _wait_for_cancellation() -> None:
     """Return once Ray has marked the surrounding task as cancelled."""
+    _internal_kv_put(_key("begun"), b"")
     while not ray.get_runtime_context().is_canceled():  # noqa: ASYNC110 - Ray has a flag, not an event
         await asyncio.sleep(POLL_S)
