@@ -267,6 +267,19 @@ async def test_a_group_is_answered_from_a_checkpoint(
     assert group.counts == {"replayed_requests": 2}
 
 
+async def test_a_value_that_a_checkpoint_cannot_hold_is_stored_as_its_text(
+    worker_of: WorkerOf, store: Store, response: Callable[..., Any]
+) -> None:
+    async def play(client: Any, params: Any, row: Any) -> Any:
+        return response(reward_extra_info={"acc": 1, "judge": play})
+
+    await worker_of(play).run_group(PROMPT)
+    (put,) = store.puts
+    assert [one["reward_extra_info"] for one in put["fields"]["extra_fields"]] == [
+        {"acc": 1, "judge": str(play)}
+    ] * 2
+
+
 async def test_an_episode_that_fails_is_repeated_without_its_group(
     load: Load, worker_of: WorkerOf, store: Store, response: Callable[..., Any], tmp_path: Path
 ) -> None:

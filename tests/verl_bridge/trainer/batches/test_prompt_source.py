@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -101,6 +102,17 @@ def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int,
         assert texts(resumed) == texts(undisturbed)
         assert [p.step for p in resumed] == [p.step for p in undisturbed]
         assert all(p.payload["uid"] == p.uid for p in resumed)
+
+
+def test_identities_are_computed_when_a_batch_is_drawn(
+    make: Any, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a thread does; the event loop only adds them."""
+    source = make()
+    drawn = source.draw()
+    monkeypatch.setattr(module, "identity", None)
+    source.add(drawn)
+    assert all(source.identity(prompt.uid) for prompt in source.deal(BATCH))
 
 
 def test_a_source_can_be_resumed_repeatedly(make: Any) -> None:

@@ -140,12 +140,13 @@ async def test_a_saved_step_and_the_last_one_are_reported_at_once(
     parts_of: PartsOf, settings: dict[str, int], step: int
 ) -> None:
     parts = parts_of(**settings)
+    parts.observers.failed("a meter", ValueError("x"), lost="without it")
 
     parts.report.begin()
     await parts.finish(step)
     assert parts.freed == [step]
     assert parts.tracker.last["async_pipeline/sample_store/rows"] == 5.0, "its own row and 4 others"
-    assert parts.tracker.last["async_pipeline/observers/off"] == 0.0
+    assert parts.tracker.last["async_pipeline/observers/off"] == 1.0
 
 
 async def test_a_tracker_that_fails_holds_up_no_other(parts_of: PartsOf) -> None:
