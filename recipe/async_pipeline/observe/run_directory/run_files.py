@@ -5,7 +5,7 @@ ledger.jsonl     continues in the same file; a `resumed` record names the point 
 events.jsonl     one per process: earlier ones become `events.1.jsonl`, `events.2.jsonl`, ...
 run.log          likewise; `watch` writes it, also for a new run in the same directory
 metrics.jsonl    continues after the checkpoint's step; the earlier file becomes `metrics.1.jsonl`, ...
-summary.json     likewise, as the other files of a process's end
+summary.json     likewise, as config.json, settings.json and the other files that a process writes once
 
 A run that starts in the directory of an earlier one moves its records to `earlier.1`, `earlier.2`, ...
 """
@@ -33,7 +33,7 @@ def set_aside(path: Path) -> Path | None:
 
 RECORDS = (
     *("ledger*.jsonl", "events*.jsonl", "metrics*.jsonl", "summary*.json", "trace*.json", "report*.html"),
-    *("config.json", "settings.json", "diagnosis.txt", "agent_output", "pictures", "reference"),
+    *("config*.json", "settings*.json", "diagnosis.txt", "agent_output", "pictures", "reference"),
 )
 """What a run leaves in its directory, except for checkpoints and for `run.log`, which `watch` sets aside."""
 

@@ -125,12 +125,13 @@ class VerlTrainer(PPOTrainer):
         dump_path: str,
     ) -> None:
         """Write a file of generations in a thread, as verl does. It is an observer: no error is raised."""
-        write = file_writer(self.pipeline.observers, self._write_generations, dump_path)
+        started_unix = self.pipeline.runtime.started_unix
+        write = file_writer(self.pipeline.observers, self._write_generations, dump_path, started_unix)
         # The list of the trainer itself, which its views share.
         self._dump_futures[:] = [one for one in self._dump_futures if not one.done()]
         self._dump_futures.append(
             self._dump_executor.submit(
-                write, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path, self.global_steps
+                write, inputs, outputs, gts, scores, reward_extra_infos_dict, self.global_steps
             )
         )
 

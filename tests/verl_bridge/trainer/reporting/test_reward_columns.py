@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from datetime import date
 from decimal import Decimal
 from fractions import Fraction
@@ -63,13 +65,19 @@ def test_a_file_of_generations_takes_any_value_and_ends_no_run(
     verl = load("verl.trainer.ppo.v1.trainer_base").PPOTrainer
     said: list[str] = []
     folder = tmp_path / "generations"
-    write = module.file_writer(Observers(said.append), vars(verl)["_write_generations"].__func__, str(folder))
-    write(["a", "b"], ["c", "d"], [{1}, Decimal(1)], [0.5, 1.0], COLUMNS, str(folder), 3)
+    verls, started_unix = vars(verl)["_write_generations"].__func__, time.time()
+    write = module.file_writer(Observers(said.append), verls, str(folder), started_unix)
+    folder.mkdir()
+    (folder / "3.jsonl").write_text("of an earlier run\n")
+    os.utime(folder / "3.jsonl", (0, started_unix - 1))
+    for _ in range(2):
+        write(["a", "b"], ["c", "d"], [{1}, Decimal(1)], [0.5, 1.0], COLUMNS, 3)
+    assert [path.name for path in sorted(folder.iterdir())] == ["3.1.jsonl", "3.jsonl"]
     rows = [json.loads(line) for line in (folder / "3.jsonl").read_text().splitlines()]
     assert [row["gts"] for row in rows] == ["{1}", "1"]
     assert rows[0].keys() >= COLUMNS.keys() and rows[1]["array"] == 2.0
     assert said == []
 
     (folder / "4.jsonl").mkdir()
-    write(["a"], ["c"], [None], [0.5], {}, str(folder), 4)
+    write(["a"], ["c"], [None], [0.5], {}, 4)
     assert said[0].startswith(f"the files in {folder} failed: IsADirectoryError: ")

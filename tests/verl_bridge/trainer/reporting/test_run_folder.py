@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", "")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "ledger.jsonl").write_text(json.dumps({"n": 1, "kind": "open", "run": "r"}) + "\n")
-    for name in ("events.jsonl", "summary.json", "trace.json", "report.html"):
+    for name in ("events.jsonl", "config.json", "settings.json", "summary.json", "trace.json", "report.html"):
         (tmp_path / name).write_text("{}\n")
     return tmp_path
 
@@ -43,7 +43,8 @@ def test_a_resumed_run_keeps_its_ledger_and_the_metrics_up_to_the_checkpoint(
         pass
     assert logger.rows == [(1, {"x": 1}, ["file"]), (2, {"x": 2}, ["file"])]
     assert json.loads((folder / "ledger.jsonl").read_text())["run"] == "r"
-    assert not (folder / "summary.json").exists() and (folder / "summary.1.json").exists()
+    for name in ("config", "settings", "summary"):
+        assert not (folder / f"{name}.json").exists() and (folder / f"{name}.1.json").exists()
     assert not (folder / "metrics.jsonl").exists() and not (folder / "events.jsonl").exists()
     assert os.environ["VERL_FILE_LOGGER_PATH"] == str(folder / "metrics.jsonl")
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ....core.groups.scores import Score
 from ....observe.observers import FILE_ATTEMPTS, Observers
+from ....observe.run_directory.run_files import set_aside
 
 
 def numbers_or_text(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
@@ -33,14 +35,22 @@ def _texts(values: Sequence[Any]) -> list[str | None]:
     return [None if value is None else str(value) for value in values]
 
 
-def file_writer(observers: Observers, write: Callable[..., object], folder: str) -> Callable[..., None]:
-    """Return verl's `_write_generations` without errors: it observes a run, and takes any value."""
+def file_writer(
+    observers: Observers, write: Callable[..., object], folder: str, started_unix: float
+) -> Callable[..., None]:
+    """Return verl's `_write_generations` without errors: it observes a run, and takes any value.
+
+    A file from before this process started is set aside.
+    """
 
     def write_any(
-        inputs: Any, outputs: Any, gts: Any, scores: Any, columns: Mapping[str, Any], *where: Any
+        inputs: Any, outputs: Any, gts: Any, scores: Any, columns: Mapping[str, Any], step: int
     ) -> None:
         columns = {name: for_json(values) for name, values in columns.items()}
-        write(inputs, outputs, for_json(gts), scores, columns, *where)
+        before = Path(folder) / f"{step}.jsonl"
+        if before.exists() and before.stat().st_mtime < started_unix:
+            set_aside(before)
+        write(inputs, outputs, for_json(gts), scores, columns, folder, step)
 
     return observers.guard(
         f"the files in {folder}", write_any, lost="without further ones", attempts=FILE_ATTEMPTS

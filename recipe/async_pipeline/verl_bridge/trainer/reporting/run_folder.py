@@ -17,8 +17,8 @@ from ....observe.run_directory.run_files import rows_until, run_of, set_aside
 from ....observe.trackers import Trackers
 from ...rollout.server_manager import devices_of_a_node
 
-END_FILES = ("summary.json", "trace.json", "report.html")
-"""Files that an earlier process of the run wrote at its end, or `async-pipeline report` after it."""
+ONCE = ("config.json", "settings.json", "summary.json", "trace.json", "report.html")
+"""Files that an earlier process of the run wrote once, or `async-pipeline report` after it."""
 
 
 class RunFolder:
@@ -35,7 +35,7 @@ class RunFolder:
         """Metrics of the steps up to the checkpoint."""
         if same_run and resumed_step is not None:
             self.rows = rows_until(metrics, resumed_step)
-        for name in ("metrics.jsonl", "events.jsonl", *END_FILES, *([] if same_run else [ledger.name])):
+        for name in ("metrics.jsonl", "events.jsonl", *ONCE, *([] if same_run else [ledger.name])):
             set_aside(path / name)
 
         self.ledger = EventFile(ledger, append=same_run)
