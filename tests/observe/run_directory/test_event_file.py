@@ -140,8 +140,8 @@ class Disk:
 def test_a_moment_of_a_full_disk_costs_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    disk, failures = Disk(monkeypatch), list[Exception]()
-    with EventFile(tmp_path / "ledger.jsonl", on_failure=failures.append) as write:
+    disk, failures, said = Disk(monkeypatch), list[Exception](), list[str]()
+    with EventFile(tmp_path / "ledger.jsonl", on_failure=failures.append, tell=said.append) as write:
         disk.room = room
         for number in range(100):
             write(record(number))
@@ -155,6 +155,7 @@ def test_a_moment_of_a_full_disk_costs_no_record(
         assert lines(tmp_path / "ledger.jsonl") == [record(number).as_dict() for number in range(101)]
         write(record(101))
     assert len(lines(tmp_path / "ledger.jsonl")) == 102 and failures == []
+    assert [line.partition(";")[0] for line in said] == ["ledger.jsonl waits for its disk"]
 
 
 def test_records_that_a_file_system_lost_are_written_again(
@@ -191,7 +192,7 @@ def test_a_disk_that_stays_full_is_given_up_once_too_much_waits(
         disk.room = 1 << 30
         with pytest.raises(OSError, match="is not complete: No space left") as caught:
             write.sync()
-        assert caught.value.errno == errno.EIO, "no checkpoint waits for it"
+        assert caught.value.errno == errno.ENODATA, "no checkpoint waits for it"
     assert [getattr(error, "errno", None) for error in failures] == [errno.ENOSPC]
 
 

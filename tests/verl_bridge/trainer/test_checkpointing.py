@@ -7,6 +7,7 @@ Whole jobs test the contents, see tests/e2e/test_resume.py.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -231,6 +232,15 @@ def test_a_full_disk_ends_the_run_at_its_last_step_only(saving: Saving, moment: 
         assert saving.events[-1] == "abandon"
     if moment.startswith("transcripts"):
         assert {"samples/rank_0", "transcripts/rank_0"} <= {*saving.events}, "all have ended before"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_disk_that_fails_for_a_moment_costs_one_checkpoint(saving: Saving, number: int) -> None:
+    saving.fails["publish"] = RayTaskError("save", "traceback", OSError(number, "of a network"))
+    assert not saving.run()
+    assert "step 2 has no checkpoint, because the disk fails; those before stay" in saving.lines[0]
+    with pytest.raises(RayTaskError):
+        saving.run(4)
 
 
 @pytest.mark.parametrize(

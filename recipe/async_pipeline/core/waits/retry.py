@@ -16,7 +16,7 @@ from ...errors import CheckpointError
 from ..schedule import Schedule
 
 SAVE_ATTEMPTS = 10
-"""Checkpoints in a row that a full disk may prevent, of which the last one ends the run."""
+"""Checkpoints in a row that a disk may prevent, of which the last one ends the run."""
 
 
 @dataclass(kw_only=True)
@@ -93,8 +93,8 @@ class CheckpointTimes:
         """
         if not self._retry.failed(step):
             raise CheckpointError(
-                f"the last {self._retry.in_a_row} checkpoints could not be written, because the disk is "
-                f"full; the last complete one is of step {self.last}: free space and resume"
+                f"the last {self._retry.in_a_row} checkpoints could not be written, because the disk is full "
+                f"or fails; the last complete one is of step {self.last}: free space, or mend it, and resume"
             )
         # The critic may decide already whether it waits for a checkpoint of the step after `newest`.
         self._again = max(int(self._retry.due), newest + 2)

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ...core.events import LogRecord
+from ...core.groups.bad_data import is_round
 from ...core.waits.retry import Retry
 from ...redaction import without_secrets
 
@@ -51,15 +52,17 @@ class EventFile:
         *,
         append: bool = False,
         on_failure: Callable[[Exception], object] = lambda error: None,
+        tell: Callable[[str], object] = lambda line: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the file; `append` keeps its content and terminates a last line that was cut short.
 
         `on_failure` is called once nothing more is written, with the reason, in the thread that writes.
+        `tell` gets a line for the user when the disk begins to refuse records.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._queue: queue.SimpleQueue[Record | threading.Event | None] = queue.SimpleQueue()
-        self._path, self._now, self._on_failure = path, now, on_failure
+        self._path, self._now, self._on_failure, self._tell = path, now, on_failure, tell
         self._error: Exception | None = None
         """Why the records in `_waiting` are not in the file."""
         self._is_over = False
@@ -93,7 +96,7 @@ class EventFile:
             why = getattr(self._error, "strerror", None) or str(self._error)
             number = getattr(self._error, "errno", None) or errno.EIO
             # A checkpoint waits for a disk that is full now, but not for records that are lost.
-            raise OSError(errno.EIO if self._is_over else number, f"{self._path} is not complete: {why}")
+            raise OSError(errno.ENODATA if self._is_over else number, f"{self._path} is not complete: {why}")
 
     def close(self) -> None:
         """Write the queued records and close the file; give up on a disk after CLOSE_S. Idempotent."""
@@ -155,6 +158,8 @@ class EventFile:
             elif len(self._unsynced) > KEPT_BYTES:
                 self._unsynced.clear()
         except OSError as error:
+            if not self._retry.in_a_row and is_round(self._retry.total + 1):
+                self._tell(f"{self._path.name} waits for its disk; no record is lost so far: {error}")
             self._error = error
             self._retry.failed(self._now())
         else:

@@ -58,6 +58,8 @@ from .reporting.terminal import say
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SAYS_FULL = tuple(text for number in FULL for text in (os.strerror(number), f"os error {number}"))
 """What a library, or the text of an error from another process, contains if the disk is full."""
+MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a file system on a network that the next checkpoint may not meet."""
 NOT_WRITTEN = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
 """Messages of torch about a file that could not be written, without the reason."""
 LEAST_BYTES = 64 << 20
@@ -118,9 +120,9 @@ class Checkpointing:
     ) -> bool:
         """Write a checkpoint; see `PipelineTrainer.save`. It may take any time while it progresses.
 
-        Returns False if the disk is full: earlier checkpoints stay and the run continues. Raises that
-        error at the last step, and any other error, such as CheckpointError for invalid contents, or
-        WaitTimeout if no byte was added for `faults.checkpoint_stall_s`.
+        Returns False if the disk is full, or fails for a moment: earlier checkpoints stay and the run
+        continues. Raises that error at the last step, and any other error, such as CheckpointError for
+        invalid contents, or WaitTimeout if no byte was added for `faults.checkpoint_stall_s`.
         """
         snapshot, step = self._snapshot(state), state.step
         self._full = False
@@ -138,11 +140,12 @@ class Checkpointing:
                 ),
             )
         except Exception as error:
-            if not is_full(error, self._full) or step == self._schedule.last_step:
+            full = is_full(error, self._full)
+            if not (full or may_pass(error)) or step == self._schedule.last_step:
                 raise
             say(
-                f"step {step} has no checkpoint, because the disk is full; those before stay, and another "
-                f"step is tried soon: {one_line(error)}"
+                f"step {step} has no checkpoint, because the disk {'is full' if full else 'fails'}; those "
+                f"before stay, and another step is tried soon: {one_line(error)}"
             )
             return False
         # It is published: what happens here ends no run.
@@ -312,6 +315,12 @@ def is_full(error: BaseException, had_no_room: bool = False) -> bool:
     if any(full in text for full in SAYS_FULL):
         return True
     return had_no_room and any(failed in text for failed in NOT_WRITTEN)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether the disk, or the one of another process, failed in a way that may pass."""
+    cause = cause_of(error)
+    return isinstance(cause, OSError) and cause.errno in MAY_PASS
 
 
 def is_of_disk(error: BaseException) -> bool:

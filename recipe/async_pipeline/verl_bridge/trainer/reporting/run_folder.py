@@ -16,6 +16,7 @@ from ....observe.run_directory.event_file import EventFile
 from ....observe.run_directory.run_files import rows_until, run_of, set_aside
 from ....observe.trackers import Trackers
 from ...rollout.server_manager import devices_of_a_node
+from .terminal import say
 
 ONCE = ("config.json", "settings.json", "summary.json", "trace.json", "report.html")
 """Files that an earlier process of the run wrote once, or `async-pipeline report` after it."""
@@ -38,7 +39,7 @@ class RunFolder:
         for name in ("metrics.jsonl", "events.jsonl", *ONCE, *([] if same_run else [ledger.name])):
             set_aside(path / name)
 
-        self.ledger = EventFile(ledger, append=same_run)
+        self.ledger = EventFile(ledger, append=same_run, tell=say)
         # verl's file tracker reads its path from this variable.
         os.environ["VERL_FILE_LOGGER_PATH"] = str(metrics)
 
