@@ -34,7 +34,7 @@ def read(step: int, finished: int, in_flight: int) -> MeasuredSpan:
 
 
 def test_as_many_prompts_are_measured_as_fit_into_the_memory() -> None:
-    assert CheckpointSize().measured_groups == 20
+    assert CheckpointSize(memory_gib=5.0).measured_groups == 20
     assert CheckpointSize(memory_gib=1000.0).measured_groups == CheckpointSize().groups
     assert CheckpointSize(memory_gib=1.0).measured_groups == 1
 
