@@ -100,7 +100,7 @@ def test_a_missed_target_is_a_failure(
 
     monkeypatch.setattr(checkpoint, "run_job", run_job)
     out = tmp_path / "c.json"
-    assert main(["bench", "checkpoint", "--json", str(out)]) == status
+    assert main(["bench", "checkpoint", "--memory-gib", "5", "--json", str(out)]) == status
     assert ran == [5, 20]
     assert json.loads(out.read_text())["expected"]["tokens"] == 2 * 1024 * 16 * 8000
     assert "extrapolated, 262.1 million" in capsys.readouterr().out

@@ -37,12 +37,13 @@ STORES = ("SimpleStorage", "Yuanrong", "MooncakeStore", "RayStore")
 ATTENTIONS = (
     "eager",
     "sdpa",
+    "packed_sdpa",
     "flex_attention",
     "flash_attention_2",
     "flash_attention_3",
     "flash_attention_4",
 )
-"""Of transformers, which also loads one of a hub's, `ORGANISATION/KERNEL`."""
+"""Of transformers, which also loads a hub's (`ORGANISATION/KERNEL`), and of this package (`packed_sdpa`)."""
 SCHEDULERS = ("constant", "cosine")
 """Of FSDP; Megatron reads `lr_decay_style`."""
 
@@ -75,7 +76,7 @@ def _one_of(
 
 
 def _attention(path: str) -> Refusal:
-    row = _one_of(path, ATTENTIONS, "sdpa needs no other package")
+    row = _one_of(path, ATTENTIONS, "packed_sdpa needs no other package")
     return row._replace(allowed=lambda value: row.allowed(value) or "/" in str(value))
 
 

@@ -265,7 +265,8 @@ def _check_context(config: DictConfig, described: Mapping[str, Any]) -> None:
     for part, length in zip(("prompt", "response"), lengths, strict=True):
         if isinstance(length, int) and isinstance(own := rollout[f"{part}_length"], int) and own > length:
             raise ConfigError(
-                f"{ROLLOUT}.{part}_length must be at most data.max_{part}_length={length}, got {own}; leave it out"
+                f"{ROLLOUT}.{part}_length must be at most data.max_{part}_length={length}, got {own}; "
+                "leave it out"
             )
     override = OmegaConf.select(config, f"{MODEL}.override_config.max_position_embeddings")
     of_model = override or described.get("max_position_embeddings")

@@ -41,7 +41,8 @@ def set_attention(config: DictConfig, described: Mapping[str, Any]) -> str | Non
         return None
     # verl's own attention for models of pictures and for shared sequences calls flash-attn in any case.
     users = [f"{path}={size}" for path in ULYSSES if (size := OmegaConf.select(config, path)) != 1]
-    users += ["a model of pictures"] * ("vision_config" in described)
+    if "vision_config" in described:
+        users.append("a model of pictures")
     if limit := described.get(LIMIT):  # which sdpa ignores
         users.append(f"{LIMIT}={limit}")
     if users:
