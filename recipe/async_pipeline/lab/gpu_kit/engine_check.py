@@ -88,7 +88,8 @@ class CheckedEngine(Protocol):
     async def facts(self) -> dict[str, str]:
         """Return which of the engine's paths was taken."""
 
-    async def stage(self, manifest: bytes) -> list[str | None]: ...
+    async def stage(self, manifest: bytes) -> list[str]:
+        """Return a board for each rank; one that does not stage has none."""
 
     async def load(self, manifest: bytes, salts: Salts | None) -> Loaded: ...
 
@@ -134,7 +135,7 @@ class Vllm:
         echo(engine_line(metadata.version("vllm"), first))
         return dict(first)
 
-    async def stage(self, manifest: bytes) -> list[str | None]:
+    async def stage(self, manifest: bytes) -> list[str]:
         return list(await self._engine.collective_rpc("stage_snapshot", WAIT_S, (manifest,)))
 
     async def load(self, manifest: bytes, salts: Salts | None) -> Loaded:
@@ -190,7 +191,7 @@ class SGLang:
     async def facts(self) -> dict[str, str]:
         return {"attention": str(self._engine.server_args.attention_backend)}
 
-    async def stage(self, manifest: bytes) -> list[str | None]:
+    async def stage(self, manifest: bytes) -> list[str]:
         return list(await self._served.calls.call("stage", manifest))
 
     async def load(self, manifest: bytes, salts: Salts | None) -> Loaded:
