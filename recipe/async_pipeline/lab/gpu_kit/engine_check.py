@@ -170,7 +170,7 @@ class SGLang:
             run_scheduler_process_func = staticmethod(scheduler.run_scheduler_process)
             run_detokenizer_process_func = staticmethod(scheduler.run_detokenizer_process)
 
-        more = kernels("sglang", device, model)
+        more: dict[str, Any] = {**kernels("sglang", device, model)}
         if device == "cpu":
             os.environ.setdefault(CORES, all_cores(ranks))
             more = {**cpu_arguments(more, 2 * REQUESTS, CONTEXT), "disable_cuda_graph": True}
