@@ -8,8 +8,8 @@ as Ctrl-C, unless it was ignored at the start (nohup). SIGTERM is passed on, and
 `faults.notice_s` for a checkpoint. The command learns our PID, and ends if we are killed
 (`processes.end_with_ancestor`).
 
-The run does not depend on its screen: a closed pipe, a full disk behind a redirect, a terminal that is stopped
-or lacks a character costs the shown lines and nothing else.
+The run does not depend on its screen: a closed pipe, a full disk behind a redirect, or a terminal that is
+stopped or lacks a character costs the shown lines and nothing else.
 """
 
 from __future__ import annotations

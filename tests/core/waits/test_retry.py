@@ -60,7 +60,9 @@ def test_a_disk_that_stays_full_ends_the_run() -> None:
     made = times(first_step=6)
     for step in range(10, 19):
         made.failed(step, newest=step)
-    with pytest.raises(CheckpointError, match="last 10 checkpoints .* disk is full or fails; .* step 5: free space"):
+    with pytest.raises(
+        CheckpointError, match="last 10 checkpoints .* disk is full or fails; .* step 5: free space"
+    ):
         made.failed(19, newest=19)
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,11 +145,11 @@ def test_a_run_that_does_not_hear_ctrl_c_does_not_delay_the_end(
 
     class Deaf:
         def run(self, log: Path) -> None:
-            asyncio.run(interrupts.until_cancelled(hang(log)) if begun else hang(log))
+            asyncio.run(interrupts.until_cancelled(hang(log.touch)) if begun else hang(log.touch))
 
-    async def hang(log: Path) -> None:
+    async def hang(tell: Callable[[], None]) -> None:
         await asyncio.sleep(0)
-        log.touch()
+        tell()
         threading.Event().wait()
 
     if begun:
