@@ -446,7 +446,7 @@ def test_a_screen_that_is_stopped_holds_up_nothing(tmp_path: Path) -> None:
         f"for number in range({lines}): print({MARK!r}, 'step', number)"
     )
     with started("-m", "recipe.async_pipeline", "watch", "--", sys.executable, "-c", code) as process:
-        assert process.wait(HANG_S) == 0, "nobody reads"
+        assert process.wait(HANG_S) == 0, "its output is not read"
     log = (tmp_path / "run.log").read_text()
     assert log.count("step") == lines
     assert "watch: a line cannot be shown (10000 lines wait for the terminal)" in log

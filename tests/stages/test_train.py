@@ -248,7 +248,7 @@ def test_a_step_whose_update_was_skipped_is_counted_and_in_the_ledger() -> None:
 
 
 class CriticDiverged(Diverged, Books):
-    """So are those of the critic in its third and fourth step."""
+    """The gradients of the critic are not finite in its third and fourth step."""
 
     async def update_critic(self, batch: StepBatch) -> StepBatch:
         done = await super().update_critic(batch)

@@ -106,17 +106,12 @@ class UnblockedOutput:
         self._thread.join(SHOWN_S)
 
     def _run(self) -> None:
-        _leave_signals_to_the_main_thread()
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as in `Watcher._read`
         while (text := self._texts.get()) is not None:
             try:
                 write_whole(self._descriptor, text.encode(self._encoding, "replace"))
             except OSError as error:
                 self._error = error
-
-
-def _leave_signals_to_the_main_thread() -> None:
-    """Python handles signals there; one that is delivered to another thread would be delayed."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 class Screen:
@@ -313,7 +308,8 @@ class Watcher:
                 self.screen.reassure()
 
     def _read(self, output: IO[str]) -> None:
-        _leave_signals_to_the_main_thread()
+        # Python handles signals in the main thread; a signal delivered to this thread would be delayed.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         for line in output:
             self.screen.line(line)
 

@@ -61,7 +61,7 @@ def test_a_disk_that_stays_full_ends_the_run() -> None:
     for step in range(10, 19):
         made.failed(step, newest=step)
     with pytest.raises(
-        CheckpointError, match="last 10 checkpoints .* disk is full or fails; .* step 5: free space"
+        CheckpointError, match="last 10 checkpoints .* disk is full or fails; .* step 5: free space or"
     ):
         made.failed(19, newest=19)
 

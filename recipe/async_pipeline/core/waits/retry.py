@@ -94,7 +94,7 @@ class CheckpointTimes:
         if not self._retry.failed(step):
             raise CheckpointError(
                 f"the last {self._retry.in_a_row} checkpoints could not be written, because the disk is full "
-                f"or fails; the last complete one is of step {self.last}: free space, or mend it, and resume"
+                f"or fails; the last complete one is of step {self.last}: free space or repair it, and resume"
             )
         # The critic may decide already whether it waits for a checkpoint of the step after `newest`.
         self._again = max(int(self._retry.due), newest + 2)

@@ -141,7 +141,8 @@ class Checkpointing:
             )
         except Exception as error:
             full = is_full(error, self._full)
-            if not (full or may_pass(error)) or step == self._schedule.last_step:
+            passes = full or getattr(cause_of(error), "errno", None) in MAY_PASS
+            if not passes or step == self._schedule.last_step:
                 raise
             say(
                 f"step {step} has no checkpoint, because the disk {'is full' if full else 'fails'}; those "
@@ -315,12 +316,6 @@ def is_full(error: BaseException, had_no_room: bool = False) -> bool:
     if any(full in text for full in SAYS_FULL):
         return True
     return had_no_room and any(failed in text for failed in NOT_WRITTEN)
-
-
-def may_pass(error: BaseException) -> bool:
-    """Return whether the disk, or the one of another process, failed in a way that may pass."""
-    cause = cause_of(error)
-    return isinstance(cause, OSError) and cause.errno in MAY_PASS
 
 
 def is_of_disk(error: BaseException) -> bool:
