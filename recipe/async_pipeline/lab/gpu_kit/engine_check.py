@@ -209,7 +209,7 @@ class SGLang:
         self._engine.shutdown()
 
 
-class Check:
+class VersionCheck:
     """The versions that one engine gets, and what is wrong with its responses."""
 
     def __init__(self, engine: CheckedEngine, model: str, device: str) -> None:
@@ -297,7 +297,7 @@ def check(engine: str, model: str, ranks: int, device: str) -> dict[str, Any]:
         started = time.perf_counter()
         built = ENGINES[engine](model, ranks, device)
         try:
-            checked = Check(built, model, device)
+            checked = VersionCheck(built, model, device)
             try:
                 return {"start_s": time.perf_counter() - started, **await checked.run()}
             finally:
