@@ -343,13 +343,15 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 await begin()
 
         key = f"{kwargs['uid']}_{kwargs['session_id']}"
-        flaws = await self._episodes.play(play, key)
-        if not flaws:
-            return
-        logger.warning("validation: %s; it counts as agentic.failure_reward", flaws[0].why)
-        await self._agent_loop_postprocess(
-            failed_response(self.tokenizer, self._episodes.limits.failure_reward), True, **kwargs
-        )
+        # Agent loops are not told by verl.
+        with episode_with(validates=True):
+            flaws = await self._episodes.play(play, key)
+            if not flaws:
+                return
+            logger.warning("validation: %s; it counts as agentic.failure_reward", flaws[0].why)
+            await self._agent_loop_postprocess(
+                failed_response(self.tokenizer, self._episodes.limits.failure_reward), True, **kwargs
+            )
         self._validated.failed(f"{key}_0", self._episodes.limits.failure_reward, attempts[-1])
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -370,10 +372,9 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             change_episode(times=times_of(turns, episode.began))
             if attempt is not None and turns:
                 change_episode(waits=waits_of(turns, episode.began, ended, attempt.waited_s))
-        with episode_with(validates=validate):
-            diffusion_loop.take_columns(outputs)
-            with stored_sessions.stored_by(self._store_trajectories):
-                await super()._agent_loop_postprocess(output, validate, **kwargs)
+        diffusion_loop.take_columns(outputs)
+        with stored_sessions.stored_by(self._store_trajectories):
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
         if cost is not None:
             cost["score_s"] = time.perf_counter() - ended
 
