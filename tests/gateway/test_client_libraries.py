@@ -40,8 +40,6 @@ class Case(NamedTuple):
     """Conversations, which are the rows of training."""
     forms: int = 0
     """Requests for an answer with a form."""
-    refused: str = ""
-    """What the gateway says to the last request of an agent that fails, and nothing if it works."""
 
 
 CASES = (
@@ -53,9 +51,7 @@ CASES = (
     Case("langchain", TOOLS),
     Case("langchain_typed", (CALL, f"[Sum {TYPED}]"), forms=2),
     Case("langchain_structured", (TYPED,), forms=1),
-    Case(
-        "langgraph_typed", TOOLS, refused="a last message of the assistant cannot be continued in a required"
-    ),
+    Case("langgraph_typed", (*TOOLS, TYPED), rows=2, forms=1),
     Case("pydantic_ai", TOOLS),
     Case("pydantic_ai_typed", (CALL, f"[final_result {TYPED}]"), forms=2),
     Case("pydantic_ai_native", (CALL, TYPED), forms=2),
@@ -104,9 +100,8 @@ async def test_a_library_at_its_defaults_plays_an_episode(case: Case, python: st
             stderr=asyncio.subprocess.PIPE,
         )
         out, err = await process.communicate()
-        assert (process.returncode != 0) == bool(case.refused), err.decode()[-3000:]
-        assert case.refused in err.decode()
-        assert case.refused or out.decode().split()[-1:] == ["5"], out
+        assert process.returncode == 0, err.decode()[-3000:]
+        assert out.decode().split()[-1:] == ["5"], out
         rows = at.session.rows()
         counts = at.session.counts
         forms = sum(form is not None for form in policy.forms)
