@@ -13,9 +13,9 @@ the engine answered: text is compared, but never encoded again. An answer is tra
 one that it was written for. An agent that edits, forgets or summarises its history, asks twice, or follows
 several branches gets more chains, up to a limit, and no error.
 
-The main conversation is the first chain and the chains that have something in common with it, unless the
-agent says more (`Ask.main`, `Ask.model`). Other chains are auxiliary. The row of the main conversation that
-was answered last is the last one, which is scored.
+The main conversation is the first chain and the chains that have something in common with it, but for
+requests without tools if it has tools, unless the agent says more (`Ask.main`, `Ask.model`). Other chains are
+auxiliary. The row of the main conversation that was answered last is the last one, which is scored.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ class Chains:
         self.beginning = 0
         """Requests in flight that will begin a chain."""
         self.answered = itertools.count(1)
-        self._first: list[Hashable] | None = None
-        """The messages of the first request."""
+        self._first: Chain | None = None
+        """The first request, which has no answer there."""
         self.reasons: Counter[str] = Counter()
         """Why chains after the first were begun; see `RowReason`."""
 
@@ -257,11 +257,12 @@ class Chains:
         request = self._open(anchor, tools)
         request.new = list(messages[len(request.previous) :])
         request.identities = found
+        if self._first is None:
+            self._first = Chain(tools, 0, identities=found)
         why, like_main = self._compared(found, tools)
         request.why = "template" if from_scratch else why
         if main is not None or not request.grows:
             request.main = like_main if main is None else main
-        self._first = found if self._first is None else self._first
         return request
 
     def forget_first(self) -> None:
@@ -290,16 +291,16 @@ class Chains:
 
     def _compared(self, wanted: list[Hashable], tools: Hashable) -> tuple[RowReason, bool]:
         """Return how a request differs from the chain that is most like it, and whether it is a main one."""
-        if not self.all:
-            first = wanted if self._first is None else self._first
-            return "others", _difference(first, wanted, same_tools=True) != "others"
 
         def alike(chain: Chain) -> tuple[int, bool, int]:
             return _shared(chain.identities, wanted), chain.tools == tools, chain.last
 
-        nearest = max(self.all, key=alike)
+        nearest = max(self.all, key=alike, default=self._first)
+        assert nearest is not None
         why = _difference(nearest.identities, wanted, same_tools=nearest.tools == tools)
-        return why, why != "others" and nearest.main
+        # Agents with tools ask without them for what they do not act upon: titles, summaries, memories.
+        gains = bool(tools) - bool(nearest.tools)
+        return why, why != "others" and (gains > 0 or (nearest.main and gains == 0))
 
     def rows(
         self, prompt_limit: int, lost: Collection[AnswerPlace] = (), *, auxiliary: bool = True
