@@ -460,6 +460,23 @@ def test_parts_of_parameters_are_counted() -> None:
     assert OF_PATH["/v1/responses"].read(json.dumps(body).encode()).ask.overridden == ("text.verbosity",)
 
 
+@pytest.mark.parametrize(
+    ("path", "tool", "counted"),
+    [
+        ("/v1/chat/completions", {"function": {"name": "f", "strict": True}}, ("tools.strict",)),
+        ("/v1/chat/completions", {"function": {"name": "f", "strict": False, "x": 1}}, ("tools.x",)),
+        ("/v1/responses", {"type": "function", "name": "f", "strict": True}, ("tools.strict",)),
+        ("/v1/responses", {"type": "custom", "name": "f", "format": {"type": "grammar"}}, ("tools.format",)),
+        ("/v1/responses", {"type": "custom", "name": "f", "format": {"type": "text"}, "strict": None}, ()),
+        ("/v1/responses", {"type": "web_search", "filters": {"x": 1}}, ("tools.web_search",)),
+        ("/v1/messages", {"name": "f", "strict": True, "cache_control": {"type": "x"}}, ("tools.strict",)),
+    ],
+)
+def test_parts_of_tools_are_counted(path: str, tool: dict[str, Any], counted: tuple[str, ...]) -> None:
+    body = BODIES[path] | {"tools": [tool, tool]}
+    assert OF_PATH[path].read(json.dumps(body).encode()).ask.overridden == counted
+
+
 def parameters_of(kind: Any) -> set[str]:
     """Return the parameters of a client's method."""
     bases = [kind, *kind.__orig_bases__]
