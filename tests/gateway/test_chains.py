@@ -287,6 +287,19 @@ class Token(int):
         return int(self) == other
 
 
+def test_a_chain_grows_in_place() -> None:
+    """A copy at each turn would take quadratic time."""
+    agent = Agent()
+    history = agent.ask([user("a")])
+    (chain,) = agent.chains.all
+    lists = (chain.token_ids, chain.mask, chain.log_probs, chain.spans)
+    agent.ask([*history, user("b")])
+    grown = (chain.token_ids, chain.mask, chain.log_probs, chain.spans)
+    assert all(one is other for one, other in zip(lists, grown, strict=True))
+    agent.ask([*history, user("c")])
+    assert all(one not in lists for one in (agent.chains.all[1].token_ids, agent.chains.all[1].mask))
+
+
 @pytest.mark.parametrize("edits", [False, True])
 def test_a_request_of_tokens_is_read_a_fixed_number_of_times(
     edits: bool, monkeypatch: pytest.MonkeyPatch

@@ -109,15 +109,18 @@ class Chain:
     def grow(self, request: Sequence[int], kept: int, answer: Completion) -> None:
         """Append the rest of a request and its answer; the first `kept` tokens are the chain's own."""
         added, self.last_start = len(request) - kept, len(request)
-        self.token_ids = [*request, *answer.token_ids]
-        self.mask = [*self.mask[:kept], *[0] * added, *[1] * len(answer.token_ids)]
+        # In place: copies would take quadratic time in the turns of a long conversation.
+        self.token_ids[kept:] = [*request[kept:], *answer.token_ids]
+        self.mask[kept:] = [*[0] * added, *[1] * len(answer.token_ids)]
         if self.log_probs is not None and answer.log_probs is not None:
-            self.log_probs = [*self.log_probs[:kept], *[0.0] * added, *answer.log_probs]
+            self.log_probs[kept:] = [*[0.0] * added, *answer.log_probs]
         else:
             self.log_probs = None
-        spans = [TokenSpan(version, len(request) + at) for version, at in answer.spans]
-        self.spans = [*(span for span in self.spans if span.start < kept), *spans]
-        self.boundaries = [one for one in self.boundaries if one.tokens <= kept]
+        while self.spans and self.spans[-1].start >= kept:
+            self.spans.pop()
+        self.spans += [TokenSpan(version, len(request) + at) for version, at in answer.spans]
+        while self.boundaries and self.boundaries[-1].tokens > kept:
+            self.boundaries.pop()
 
     def received(self, lost: Collection[AnswerPlace]) -> Chain | None:
         """Return it without its last answer if that is lost; None if no other answer is its own."""
@@ -174,20 +177,20 @@ class OpenRequest:
         start = self.chain.start if self.known else length
         return min(start, prompt_limit) + response_limit - length
 
-    def commit(self, token_ids: Sequence[int], kept: int, answer: Completion, said: Message | None) -> None:
+    def commit(self, token_ids: list[int], kept: int, answer: Completion, said: Message | None) -> None:
         """Take the answer. `token_ids`: of the whole request, of which the first `kept` are from `known`.
 
         `said`: the answer as a message; None for a request that sent tokens.
         """
         assert self.open, "a request is answered once"
-        assert list(token_ids[:kept]) == self.known[:kept]
+        assert token_ids[:kept] == self.known[:kept]
         self._close()
         chain = self.chain
         if self.main is not None:
             chain.main = self.main
         if not self.grows:
             # What another chain has written is not trained here.
-            chain.mask, chain.log_probs = [0] * kept, [0.0] * kept
+            chain.token_ids, chain.mask, chain.log_probs = self.known[:kept], [0] * kept, [0.0] * kept
             if not self.known:
                 chain.start = len(token_ids)
             if self._chains.all:
@@ -270,13 +273,12 @@ class Chains:
         if not self.all and not self.beginning:
             self._first = None
 
-    def open_tokens(self, token_ids: Sequence[int], *, main: bool | None = None) -> OpenRequest:
+    def open_tokens(self, token_ids: list[int], *, main: bool | None = None) -> OpenRequest:
         """Return the request for a prompt of tokens, as `open`. Raises as `open`."""
         best: tuple[int, bool, int] = (0, False, 0)
         anchor: tuple[Chain, Boundary] | None = None
-        wanted = list(token_ids)
         for chain in self.all:
-            shared = _shared_tokens(chain.token_ids, wanted)
+            shared = _shared_tokens(chain.token_ids, token_ids)
             boundary = next((one for one in reversed(chain.boundaries) if one.tokens <= shared), None)
             if boundary is None:
                 continue
