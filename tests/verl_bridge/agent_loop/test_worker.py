@@ -455,7 +455,9 @@ async def test_validation_counts_failed_episodes_and_their_ends(
 
     changes = {f"{ROLLOUT}.val_kwargs.n": 3, f"{AGENTIC}.attempts": 2, f"{AGENTIC}.failure_reward": -1.0}
     worker = worker_of(play, **changes, **{f"{AGENTIC}.environment": "m:C", f"{AGENTIC}.ends.turns": "score"})
-    groups = await worker.run_validation(validated(load, PROMPT))
+    groups, failed = await worker.run_validation(validated(load, PROMPT))
+    assert [(one.episode, one.attempt) for one in failed if one.episode == "a_2"] == [("a_2", 1), ("a_2", 2)]
+    assert len(failed) == 3 and all("ValueError: a tool" in one.why for one in failed)
     assert sorted(begun) == [0, 1, 1, 2, 2] and sorted(store.keys) == ["a_0_0", "a_1_0", "a_2_0"]
     scores = {put["keys"][0]: float(put["fields"]["rm_scores"].sum()) for put in store.puts}
     assert scores == {"a_0_0": -1.0, "a_1_0": 1.0, "a_2_0": -1.0}
