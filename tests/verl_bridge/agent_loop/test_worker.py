@@ -492,7 +492,8 @@ async def test_the_counts_of_an_episode_are_kept_once(
         take_turn(1, [(1, 0)], "r", 3, 0.25)
         return [response(), response(**{NOTED: {"params_overridden": 2}, TOOK_MS: [1.5]})]
 
-    group, _ = await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group(PROMPT)
+    group, _ = await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group({**PROMPT, "data_source": "math"})
+    assert group.source == "math"
     assert store.keys == ["a_0_0", "a_0_1"]
     assert (group.counts, group.took_ms) == ({"params_overridden": 2}, (1.5,))
     assert len({one.env_s for one in group.trajectories}) == 1
