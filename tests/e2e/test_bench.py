@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.lab.bench.checkpoint import CheckpointSize
+from recipe.async_pipeline.lab.bench.checkpoint import TARGETS, CheckpointSize
 from recipe.async_pipeline.lab.bench.checkpoint import run_job as run_checkpoints
 from recipe.async_pipeline.lab.bench.weight_sync_jobs import Engines, make_task, run_ways
 from tests.e2e.job import ROOT, Job, check_clean_end, check_events
@@ -124,6 +124,7 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     assert (found["checkpoints"], found["unreadable"]) == (4, [])
     assert (found["contents"]["finished"], found["contents"]["in_flight"]) == (400, 400)
     assert 0 < found["held_s"] <= found["whole_s"]
+    assert found["memory_mib"] < TARGETS["memory_mib"], "samples go through the trainer's process"
 
 
 def test_the_control_plane(tmp_path: Path) -> None:

@@ -77,6 +77,14 @@ def test_other_entry_points_have_their_command_lines_rewritten(
     assert sys.argv[-3:] == ["reward.num_workers=2" if rewritten else words[0], *words[1:]]
 
 
+def test_a_spawned_process_keeps_the_command_line_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["recipe/dapo/main_dapo.py", "reward_model.num_workers=2", *"abcd", "+async_pipeline=True"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "spawn_main()", "--multiprocessing-fork"])
+    monkeypatch.setattr(sys, "argv", words.copy())
+    hooks.rewrite_on_import()
+    assert sys.argv == words
+
+
 def test_a_key_that_no_code_reads_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     unread, plain = "+actor_rollout_ref.rollout.activate_rudder=1", ["data.seed=1", "+async_pipeline=True"]
     argv = ["main_ppo.py", unread, *plain]

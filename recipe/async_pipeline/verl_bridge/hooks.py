@@ -72,7 +72,9 @@ def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True, switched_
 
 def rewrite_on_import() -> None:
     """Rewrite this process's command line if its program is an entry point of verl other than main_ppo."""
-    if is_program(sys.orig_argv[-len(sys.argv)]):
+    at = len(sys.orig_argv) - len(sys.argv)
+    # A spawned process has the arguments of its parent, but another program.
+    if at >= 0 and is_program(sys.orig_argv[at]):
         rewrite_command_line(sys.argv, of_main_ppo=False)
 
 

@@ -34,7 +34,7 @@ def read(step: int, finished: int, in_flight: int) -> MeasuredSpan:
 
 
 def test_as_many_prompts_are_measured_as_fit_into_the_memory() -> None:
-    assert CheckpointSize().measured_groups == 20
+    assert CheckpointSize(memory_gib=5.0).measured_groups == 20
     assert CheckpointSize(memory_gib=1000.0).measured_groups == CheckpointSize().groups
     assert CheckpointSize(memory_gib=1.0).measured_groups == 1
 
@@ -100,7 +100,7 @@ def test_a_missed_target_is_a_failure(
 
     monkeypatch.setattr(checkpoint, "run_job", run_job)
     out = tmp_path / "c.json"
-    assert main(["bench", "checkpoint", "--json", str(out)]) == status
+    assert main(["bench", "checkpoint", "--memory-gib", "5", "--json", str(out)]) == status
     assert ran == [5, 20]
     assert json.loads(out.read_text())["expected"]["tokens"] == 2 * 1024 * 16 * 8000
     assert "extrapolated, 262.1 million" in capsys.readouterr().out

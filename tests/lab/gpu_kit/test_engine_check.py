@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,15 @@ import torch
 
 from recipe.async_pipeline.lab.gpu_kit import engine_check
 from recipe.async_pipeline.lab.gpu_kit.engine_check import VERSIONS, main, saying
+from recipe.async_pipeline.lab.job import with_cpu_settings
 from recipe.async_pipeline.lab.tasks.untrained import main as save_untrained
 from recipe.async_pipeline.tools.report.drawing.wording import ENGINE_LINE
 from recipe.async_pipeline.verl_bridge.rules.expert_backends import ARGUMENT, KERNELS
+from tests import HANG_S
 
 
-def options(folder: Path, *models: str, ranks: int = 2) -> list[str]:
-    chosen = ["--engine", "vllm", "--ranks", str(ranks), "--device", "cpu"]
+def options(folder: Path, *models: str, engine: str = "vllm", ranks: int = 2) -> list[str]:
+    chosen = ["--engine", engine, "--ranks", str(ranks), "--device", "cpu"]
     return [*models, *chosen, "--json", str(folder / "found.json")]
 
 
@@ -35,15 +39,16 @@ def test_the_status_says_whether_all_responses_are_right(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[tuple[str, int, str]] = []
+    asked: list[tuple[str, str, int, str]] = []
 
-    def engine(model: str, ranks: int, device: str) -> dict[str, Any]:
-        asked.append((model, ranks, device))
+    def check(*given: Any) -> dict[str, Any]:
+        asked.append(given)
+        _, model, *_ = given
         return {"attention": "one", "wrong": wrong if model == "/models/experts" else []}
 
-    monkeypatch.setattr(engine_check, "ENGINES", {"vllm": engine})
+    monkeypatch.setattr(engine_check, "check", check)
     assert main(options(tmp_path, "/models/qwen3", "/models/experts")) == status
-    assert asked == [("/models/qwen3", 2, "cpu"), ("/models/experts", 2, "cpu")]
+    assert asked == [("vllm", "/models/qwen3", 2, "cpu"), ("vllm", "/models/experts", 2, "cpu")]
     assert list(found_in(tmp_path)["models"]) == ["qwen3", "experts"]
     assert capsys.readouterr().out == "".join(f"experts: {one}\n" for one in wrong)
 
@@ -74,16 +79,17 @@ def test_each_version_of_the_weights_says_another_token() -> None:
 
 @pytest.mark.real_engine
 @pytest.mark.nightly
-def test_versions_are_loaded_while_a_real_engine_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("engine", "attention"), [("vllm", "CPU_ATTN"), ("sglang", "torch_native")])
+def test_versions_are_loaded_while_a_real_engine_answers(tmp_path: Path, engine: str, attention: str) -> None:
     """One rank; `verify_gpu.sh` takes two."""
     save_untrained([str(tmp_path), "qwen3"])
-    assert main(options(tmp_path, str(tmp_path / "qwen3"), ranks=1)) == 0
+    checked = options(tmp_path, str(tmp_path / "qwen3"), engine=engine, ranks=1)
+    command = with_cpu_settings([sys.executable, "-m", engine_check.__name__, *checked])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
     (report,) = found_in(tmp_path)["models"].values()
     assert report["versions"] == VERSIONS and report["staged"] == VERSIONS // 2
     assert report["tensors_proved"] % VERSIONS == 0 < report["tensors_proved"]
     assert report["wrong"] == [] and report["responses_of_several_versions"]
-    assert report["model runner"].startswith("V") and report["attention"] == "CPU_ATTN"
-    (line,) = ENGINE_LINE.findall(capsys.readouterr().out)
-    assert "attention CPU_ATTN" in line
+    assert report["attention"] == attention
+    assert [attention in line for line in ENGINE_LINE.findall(done.stdout)] == [True] * (engine == "vllm")

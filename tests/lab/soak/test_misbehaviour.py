@@ -65,3 +65,11 @@ def test_a_complaint_ends_the_soak(job: Run, control: Path, monkeypatch: pytest.
     Path(f"{control}{COMPLAINT}").write_text("another answer")
     with pytest.raises(SoakFailed, match="another answer"):
         misbehave("raise")(job)
+
+
+def test_a_mood_may_last_for_some_versions(job: Run, control: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    when_polled(monkeypatch, control)
+    monkeypatch.setattr(misbehaviour, "FIRST_S", 0.1)
+    with pytest.raises(TimeoutError, match="without 2 versions during raise"):
+        misbehave("raise", versions=2)(job)
+    assert not control.exists()

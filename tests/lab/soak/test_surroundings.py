@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -95,6 +96,27 @@ def test_the_clock_of_a_process_is_stepped_while_it_runs(tmp_path: Path) -> None
             assert all(before + offset_s <= one <= after + offset_s for one in seen[:2])
             assert 0 <= seen[2] - monotonic < 1000
         process.stdin.close()
+
+
+def test_a_run_must_write_checkpoints_at_any_clock(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.clock.write_bytes(bytes(8))
+    offsets: list[float] = []
+
+    def save(_: float) -> None:
+        (offset,) = struct.unpack("d", job.clock.read_bytes())
+        offsets.append(offset)
+        folder = job.checkpoints / f"global_step_{len(offsets)}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+
+    monkeypatch.setattr(time, "sleep", save)
+    module.step_clock(job)
+    assert tuple(offsets) == module.CLOCK_STEPS_S
+
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(module, "STEPPED_S", 0.0)
+    with pytest.raises(TimeoutError, match=r"without a newer checkpoint, at \+3600 s"):
+        module.step_clock(job)
 
 
 def test_a_clock_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

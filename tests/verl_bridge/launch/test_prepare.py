@@ -275,11 +275,12 @@ def test_a_real_directory_named_latest_is_kept(launch: ModuleType, smoke: Smoke)
         ("a/latest", "experiment_name must not be latest"),
         ("../other/run", "experiment_name must name a folder below outputs, got '../other/run'; set another"),
         ("", "experiment_name must name a folder below outputs, got ''"),
+        (None, "experiment_name must name a folder below outputs, got ''"),
         ("/somewhere", "experiment_name must name a folder below outputs"),
     ],
 )
 def test_a_name_cannot_lead_to_another_runs_folder(
-    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], name: str, rule: str
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], name: str | None, rule: str
 ) -> None:
     launch.prepare(smoke())
     assert rule in refused(launch, smoke({"trainer.experiment_name": name}), capsys)

@@ -22,7 +22,7 @@ from recipe.async_pipeline.verl_bridge.rules.engine_arguments import (
     check_load_format,
     declared_arguments,
     largest_adapter_rank,
-    load_formats,
+    listed,
 )
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke, refused
@@ -210,7 +210,7 @@ def test_a_rank_that_vllm_does_not_serve_is_refused(
 
 def test_the_forms_of_weights_are_the_installed_engines(installed: Path) -> None:
     check_load_format("vllm", "unread")
-    file, _ = engine_arguments.LOAD_FORMATS["vllm"]
+    file, *_ = engine_arguments.LISTS["vllm"]["load_format"]
     (installed / file).parent.mkdir(parents=True)
     (installed / file).write_text('LoadFormats = Literal[\n    "auto",\n    "dummy",\n]\n', encoding="utf-8")
     for name in ("auto", "dummy", None):
@@ -222,5 +222,25 @@ def test_the_forms_of_weights_are_the_installed_engines(installed: Path) -> None
 @pytest.mark.real_engine
 def test_the_forms_of_weights_are_read_from_the_engines(load: Load) -> None:
     known = load("typing").get_args(load("vllm.model_executor.model_loader").LoadFormats)
-    assert load_formats("vllm") == known
-    assert load_formats("sglang") == tuple(load("sglang.srt.server_args").LOAD_FORMAT_CHOICES)
+    assert listed("vllm", "load_format") == known
+    ours = load("sglang.srt.server_args")
+    assert listed("sglang", "load_format") == tuple(ours.LOAD_FORMAT_CHOICES)
+    assert set(listed("sglang", "attention_backend")) == {*ours.ATTENTION_BACKEND_CHOICES}
+    assert set(listed("sglang", "moe_runner_backend")) == {*ours.MOE_RUNNER_BACKEND_CHOICES}
+    members = load("vllm.v1.attention.backends.registry").AttentionBackendEnum
+    assert listed("vllm", "attention_backend") == tuple(members.__members__)
+
+
+@pytest.mark.real_engine
+@pytest.mark.parametrize(
+    ("engine", "wrong", "right"), [("vllm", "FLASH", "flash_attn"), ("sglang", "fa", "fa3")]
+)
+def test_an_attention_that_the_engine_does_not_have_is_refused(
+    load: Load, engine: str, wrong: str, right: str
+) -> None:
+    load(engine)
+    with pytest.raises(
+        ConfigError, match=rf"{engine}.attention_backend must be one of .*{right.upper()}|{right}"
+    ):
+        check_arguments(engine, {"attention_backend": wrong})
+    check_arguments(engine, {"attention_backend": right})

@@ -117,7 +117,9 @@ def test_what_an_update_computed_is_in_the_order_of_its_rows(
 ) -> None:
     load("verl.utils.tensordict_utils").assign_non_tensor(data, **{module.CORRECTION: {}})
     own = module.UpdateLogProbs()
-    assert own.columns() is None, "a rank without outputs"
+    own.begin(data, keeps=False)
+    update(load, own, config, data, [[3, 1], [2, 0]])
+    assert own.columns() is None, "verl fails if another rank of a group returns rows"
     own.begin(data)
     update(load, own, config, data, [[3, 1], [2, 0]])
     columns = own.columns()

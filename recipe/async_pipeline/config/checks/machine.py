@@ -67,7 +67,7 @@ def states(
         temporary_folder(temporary),
         open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         shared_memory(SHM, needed_shm_bytes),
-        memory(_memory_bytes(), store_bytes or 0),
+        memory(memory_bytes(), store_bytes or 0),
         driver(DRIVER, _cuda_of_torch()),
     )
 
@@ -228,7 +228,7 @@ def _cuda_of_torch() -> str:
     return found[1] if found else ""
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Return the memory of the machine, or of the container if it has less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

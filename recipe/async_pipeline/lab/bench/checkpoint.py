@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ...config.checks.machine import memory_bytes
 from ...console import echo
 from ..options import options_of
 from ..tables import render_table
@@ -36,6 +37,8 @@ BYTES_A_TOKEN = 400
 """Host memory that all processes may take for each token, finished or in flight: an assumption."""
 BASE_GIB = 3.0
 """Host memory that all processes may take without tokens: an assumption."""
+SHARE = 0.8
+"""Share of this machine's memory that the job may take by default."""
 STEPS = 4
 """The last two checkpoints of a job lack groups in flight, or finished ones."""
 ANSWER_S = 20.0
@@ -57,7 +60,7 @@ class CheckpointSize(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Annotated[int, Meta(ge=1, title="N", description="tokens of a response")] = 8000
     memory_gib: Annotated[
         float, Meta(gt=0, title="GIB", description="host memory for all processes of the job")
-    ] = 5.0
+    ] = round(SHARE * memory_bytes() / 2**30, 1)
 
     def __post_init__(self) -> None:
         for option in options_of(CheckpointSize):

@@ -5,8 +5,8 @@
 
 Every version is loaded and proved as in a run, between two steps of the engine. Its weights make the model
 say one token for ever, so each token of a response shows which version wrote it: the kernels must compute
-with the new weights, also those in recorded graphs, and the recorded spans must be exact. SGLang only loads
-the checkpoint and generates. Not verified on a GPU.
+with the new weights, also those in recorded graphs, and the recorded spans must be exact. Not verified on a
+GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 import uuid
@@ -21,14 +22,19 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ...console import echo
+from ...core.groups.items import LoadReport
+from ...weight_sync.engine.staging import await_staged
+from ...weight_sync.engine.versioned_engine import Loaded, Salts, VersionedEngine, recorded_spans
+from ...weight_sync.memory.arena import ArenaWriter
+from ...weight_sync.memory.board import await_manifest
+from ...weight_sync.memory.manifest import encode
 
 PROMPT = [1, 2, 3, 4]
-NEW_TOKENS = 8
 CONTEXT = 256
 LONG = CONTEXT - len(PROMPT) - 8
 REQUESTS = 4
@@ -74,16 +80,32 @@ def kernels(engine: str, device: str, model: str) -> dict[str, str]:
     return expert_kernels(engine, device, described)
 
 
-class VllmCheck:
-    """One engine, and the versions that it gets."""
+class CheckedEngine(Protocol):
+    """An engine alone, as a replica of a run has it."""
 
+    versioned: VersionedEngine[Any, Any]
+
+    async def facts(self) -> dict[str, str]:
+        """Return which of the engine's paths was taken."""
+
+    async def stage(self, manifest: bytes) -> list[str]:
+        """Return a board for each rank; one that does not stage has none."""
+
+    async def load(self, manifest: bytes, salts: Salts | None) -> Loaded: ...
+
+    async def answer(self, length: int) -> list[int]:
+        """Return the likeliest tokens after `PROMPT`, as many as asked for."""
+
+    def shutdown(self) -> None: ...
+
+
+class Vllm:
     def __init__(self, model: str, ranks: int, device: str) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from ...verl_bridge.rollout.vllm.engine import serve_versions
         from ...verl_bridge.rollout.vllm.server import EXTENSION
-        from ...weight_sync.memory.arena import ArenaWriter
 
         more: dict[str, Any] = (
             {"gpu_memory_utilization": 0.3} if device == "cuda" else {"enforce_eager": True}
@@ -104,7 +126,94 @@ class VllmCheck:
             **kernels("vllm", device, model),
         )
         self._engine = AsyncLLM.from_engine_args(args)
-        self._versioned = serve_versions(self._engine)
+        self.versioned = serve_versions(self._engine)
+
+    async def facts(self) -> dict[str, str]:
+        from ...verl_bridge.rollout.vllm.facts import engine_line
+
+        (first, *_) = await self._engine.collective_rpc("engine_facts", WAIT_S)
+        echo(engine_line(metadata.version("vllm"), first))
+        return dict(first)
+
+    async def stage(self, manifest: bytes) -> list[str]:
+        return list(await self._engine.collective_rpc("stage_snapshot", WAIT_S, (manifest,)))
+
+    async def load(self, manifest: bytes, salts: Salts | None) -> Loaded:
+        from ...verl_bridge.rollout.vllm.engine import progress_by_name
+
+        core = self._engine.engine_core
+        answer = await core.call_utility_async("load_snapshot", manifest, PIECE_BYTES, WAIT_S, salts)
+        return Loaded([LoadReport(**rank) for rank in answer[0]], progress_by_name(answer[1]))
+
+    async def answer(self, length: int) -> list[int]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0, detokenize=False)
+        asked = self._engine.generate({"prompt_token_ids": PROMPT}, params, uuid.uuid4().hex)
+        return [list(output.outputs[0].token_ids) async for output in asked if output.outputs][-1]
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+class SGLang:
+    def __init__(self, model: str, ranks: int, device: str) -> None:
+        from ...verl_bridge.rollout.sglang import scheduler
+        from ...verl_bridge.rollout.sglang.arguments import CORES, all_cores, cpu_arguments
+        from ...verl_bridge.rollout.sglang.engine import serve_versions
+
+        # Only now: on a CPU, this package's stubs must be in place.
+        from sglang.srt.entrypoints.engine import Engine  # isort: skip
+        from sglang.utils import TypeBasedDispatcher  # isort: skip
+
+        class Ours(Engine):  # type: ignore[misc]
+            run_scheduler_process_func = staticmethod(scheduler.run_scheduler_process)
+            run_detokenizer_process_func = staticmethod(scheduler.run_detokenizer_process)
+
+        more: dict[str, Any] = {**kernels("sglang", device, model)}
+        if device == "cpu":
+            os.environ.setdefault(CORES, all_cores(ranks))
+            more = {**cpu_arguments(more, 2 * REQUESTS, CONTEXT), "disable_cuda_graph": True}
+        self._engine = Ours(
+            model_path=model,
+            dtype="bfloat16",
+            load_format="dummy",
+            tp_size=ranks,
+            context_length=CONTEXT,
+            max_running_requests=2 * REQUESTS,
+            mem_fraction_static=0.5,
+            skip_tokenizer_init=True,
+            **more,
+        )
+        self._served = serve_versions(self._engine.tokenizer_manager, TypeBasedDispatcher)
+        self.versioned = self._served.versioned
+
+    async def facts(self) -> dict[str, str]:
+        return {"attention": str(self._engine.server_args.attention_backend)}
+
+    async def stage(self, manifest: bytes) -> list[str]:
+        return list(await self._served.calls.call("stage", manifest))
+
+    async def load(self, manifest: bytes, salts: Salts | None) -> Loaded:
+        return await self._served.load(manifest, PIECE_BYTES, salts)
+
+    async def answer(self, length: int) -> list[int]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        params = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+        request = GenerateReqInput(rid=uuid.uuid4().hex, input_ids=PROMPT, sampling_params=params)
+        asked = self._engine.tokenizer_manager.generate_request(request, None)
+        return list([output async for output in asked][-1]["output_ids"])
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+class VersionCheck:
+    """The versions that one engine gets, and what is wrong with its responses."""
+
+    def __init__(self, engine: CheckedEngine, model: str, device: str) -> None:
+        self._engine = engine
         self._weights = {name: value.to(device) for name, value in published_weights(model).items()}
         self._writer = ArenaWriter(BUCKET_BYTES, len(self._weights), torch.bfloat16)
         self._vocabulary = self._weights["lm_head.weight"].shape[0]
@@ -115,51 +224,29 @@ class VllmCheck:
         self.tokens = self.across = self.staged = 0
         """Tokens checked, responses with more than one version, and versions that were staged."""
 
-    async def facts(self) -> dict[str, str]:
-        """Return which of the engine's paths was taken."""
-        (first, *_) = await self._engine.collective_rpc("engine_facts", WAIT_S)
-        return dict(first)
-
     async def publish(self, version: int) -> None:
         """Publish, load and prove a version."""
-        from ...core.groups.items import LoadReport
-        from ...verl_bridge.rollout.vllm.engine import progress_by_name
-        from ...weight_sync.engine.staging import await_staged
-        from ...weight_sync.engine.versioned_engine import Loaded
-        from ...weight_sync.memory.board import await_manifest
-        from ...weight_sync.memory.manifest import encode
-
         trained = saying(self._weights, version % self._vocabulary)
         ticket = self._writer.gather(version, trained.items())
         manifest = encode(await asyncio.to_thread(await_manifest, ticket, WAIT_S))
         if version % 2:
-            boards = await self._engine.collective_rpc("stage_snapshot", WAIT_S, (manifest,))
+            boards = await self._engine.stage(manifest)
             if all(boards):
                 self.staged += 1
                 await asyncio.wait_for(await_staged(boards, version), WAIT_S)
-        salts = self._versioned.salts(version)
-
-        async def load() -> Loaded:
-            core = self._engine.engine_core
-            answer = await core.call_utility_async("load_snapshot", manifest, PIECE_BYTES, WAIT_S, salts)
-            return Loaded([LoadReport(**rank) for rank in answer[0]], progress_by_name(answer[1]))
-
+        salts = self._engine.versioned.salts(version)
         started = time.perf_counter()
-        loaded, _ = await self._versioned.load(version, load, "keep")
+        loaded, _ = await self._engine.versioned.load(
+            version, lambda: self._engine.load(manifest, salts), "keep"
+        )
         self.load_s.append(time.perf_counter() - started)
         self.proved += min(report.tensors_proved for report in loaded.reports)
 
     async def ask(self, length: int, stop: asyncio.Event) -> None:
         """Keep one request open, and compare its tokens with the versions that are recorded for it."""
-        from vllm import SamplingParams
-
-        from ...weight_sync.engine.versioned_engine import recorded_spans
-
-        params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0, detokenize=False)
         while not stop.is_set():
             with recorded_spans() as spans:
-                asked = self._engine.generate({"prompt_token_ids": PROMPT}, params, uuid.uuid4().hex)
-                tokens = [list(output.outputs[0].token_ids) async for output in asked if output.outputs][-1]
+                tokens = await self._engine.answer(length)
             starts, at = [], 0
             for token, run in groupby(tokens):
                 starts.append((token, at))
@@ -172,10 +259,7 @@ class VllmCheck:
 
     async def run(self) -> dict[str, Any]:
         """Load all versions while requests are open."""
-        from ...verl_bridge.rollout.vllm.facts import engine_line
-
-        facts = await self.facts()
-        echo(engine_line(metadata.version("vllm"), facts))
+        facts = await self._engine.facts()
         await self.publish(0)
         stop = asyncio.Event()
         lengths = [LONG * (number + 1) // REQUESTS for number in range(REQUESTS)]
@@ -204,50 +288,27 @@ class VllmCheck:
 
     def close(self) -> None:
         self._writer.close()
-        self._engine.shutdown()
 
 
-def check_vllm(model: str, ranks: int, device: str) -> dict[str, Any]:
+def check(engine: str, model: str, ranks: int, device: str) -> dict[str, Any]:
     """Return what one model shows. `wrong` has responses whose tokens are not of the recorded versions."""
 
     async def run() -> dict[str, Any]:
         started = time.perf_counter()
-        check = VllmCheck(model, ranks, device)
+        built = ENGINES[engine](model, ranks, device)
         try:
-            return {"start_s": time.perf_counter() - started, **await check.run()}
+            checked = VersionCheck(built, model, device)
+            try:
+                return {"start_s": time.perf_counter() - started, **await checked.run()}
+            finally:
+                checked.close()
         finally:
-            check.close()
+            built.shutdown()
 
     return asyncio.run(run())
 
 
-def check_sglang(model: str, ranks: int, device: str) -> dict[str, Any]:
-    """Load the checkpoint and generate twice; no version is loaded. `device` must be cuda."""
-    from sglang import Engine
-
-    started = time.perf_counter()
-    engine = Engine(
-        model_path=model,
-        dtype="bfloat16",
-        tp_size=ranks,
-        context_length=CONTEXT,
-        mem_fraction_static=0.5,
-        skip_tokenizer_init=True,
-        **kernels("sglang", device, model),
-    )
-    asked = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 0.0}
-    started_s = time.perf_counter() - started
-    answers = [list(engine.generate(input_ids=PROMPT, sampling_params=asked)["output_ids"]) for _ in range(2)]
-    short = [f"{len(one)} tokens instead of {NEW_TOKENS}" for one in answers if len(one) != NEW_TOKENS]
-    attention = str(engine.server_args.attention_backend)
-    tokens = sum(map(len, answers))
-    return {"start_s": started_s, "attention": attention, "tokens": tokens, "wrong": short}
-
-
-ENGINES: Mapping[str, Callable[[str, int, str], dict[str, Any]]] = {
-    "vllm": check_vllm,
-    "sglang": check_sglang,
-}
+ENGINES: Mapping[str, Callable[[str, int, str], CheckedEngine]] = {"vllm": Vllm, "sglang": SGLang}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -259,10 +320,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(arguments)
+    if args.device == "cpu":
+        os.environ.setdefault("VERL_PLATFORM", "cpu")
 
     found: dict[str, Any] = {"engine": args.engine, "ranks": args.ranks, "models": {}}
     for model in args.models:
-        found["models"][Path(model).name] = ENGINES[args.engine](model, args.ranks, args.device)
+        found["models"][Path(model).name] = check(args.engine, model, args.ranks, args.device)
         args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
     wrong = [f"{name}: {one}" for name, report in found["models"].items() for one in report["wrong"]]
     for line in wrong:

@@ -285,8 +285,8 @@ def _has(event: str) -> Callable[[Sequence[RecordFields]], bool]:
     return lambda records: any(record["event"] == event for record in records)
 
 
-def _mood(mood: str, task: SoakTask | None, text: str) -> Fault:
-    return Fault(text, misbehave(mood), "versions are served again", task)
+def _mood(mood: str, task: SoakTask | None, text: str, versions: int = 0) -> Fault:
+    return Fault(text, misbehave(mood, versions), "versions are served again", task)
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -315,7 +315,7 @@ FAULTS: Mapping[str, Fault] = {
     "agent_hung": _mood("hang", "lake_agent", "one agent in four hangs"),
     "client_retries": _mood("retry", "lake_agent", "one agent in four sends requests again"),
     "tracker_refuses": _mood(trackio.REFUSES, None, "a tracker answers 503"),
-    "tracker_hangs": _mood(trackio.HANGS, None, "a tracker does not answer"),
+    "tracker_hangs": _mood(trackio.HANGS, None, "a tracker does not answer for two versions", versions=2),
     "full_disk": Fault(
         "no space is left for the run's files and a checkpoint (needs root, to mount a disk)",
         full_disk,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .job import POLL_S, SoakFailed, SoakJob, control_of
+from .job import POLL_S, SoakFailed, SoakJob, control_of, served
 
 MISBEHAVE_S, FIRST_S = 8.0, 300.0
 """Seconds for which they misbehave, at least, and at most until the first one has."""
@@ -23,9 +23,10 @@ wrong then.
 """
 
 
-def misbehave(mood: str) -> Callable[[SoakJob], None]:
-    """Return the injection of a mood. It raises TimeoutError if none misbehaves in it, and SoakFailed if one
-    of them complains.
+def misbehave(mood: str, versions: int = 0) -> Callable[[SoakJob], None]:
+    """Return the injection of a mood. It lasts until so many versions are served after the first of them.
+
+    It raises TimeoutError if none misbehaves or the versions are not served, SoakFailed if one complains.
     """
 
     def inflict(job: SoakJob) -> None:
@@ -35,6 +36,8 @@ def misbehave(mood: str) -> Callable[[SoakJob], None]:
         control.write_text(mood)
         try:
             _wait(job, seen)
+            if versions:
+                job.wait_for(f"{versions} versions during {mood}", served(versions), FIRST_S)
         finally:
             control.unlink()
         if complaint.exists():

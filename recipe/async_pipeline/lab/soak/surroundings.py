@@ -18,8 +18,8 @@ REFUSED, REFUSED_S = "must be the folder of one run at a time", 300.0
 """Part of the message for a second launch, and seconds until it must have ended."""
 CLOCK_STEPS_S = (3600.0, -3600.0, 0.0)
 """Where the clock of the run is, one after another, in seconds from the real one."""
-STEPPED_S = 4.0
-"""Seconds for which it stays there."""
+STEPPED_S = 300.0
+"""Seconds until the run must have written a checkpoint there."""
 CLOCK_SOURCE = Path(__file__).with_name("stepped_clock.c")
 
 
@@ -54,12 +54,17 @@ def launch_again(job: SoakJob) -> None:
 
 
 def step_clock(job: SoakJob) -> None:
-    """Step the clock of all processes of the run, there and back."""
+    """Step the clock of all processes of the run, there and back; each time a newer checkpoint must come.
+
+    Raises TimeoutError if none does.
+    """
     for offset_s in CLOCK_STEPS_S:
         set_clock(job.clock, offset_s)
-        until = time.monotonic() + STEPPED_S
-        while time.monotonic() < until:
+        saved, until = job.newest_checkpoint(), time.monotonic() + STEPPED_S
+        while job.newest_checkpoint() <= saved:
             job.check_alive()
+            if time.monotonic() > until:
+                raise TimeoutError(f"{STEPPED_S:g} s without a newer checkpoint, at {offset_s:+g} s")
             time.sleep(POLL_S)
 
 

@@ -274,7 +274,7 @@ def _reader(plan: Plan) -> str:
     if plan.old_logp != "trainer" or plan.knobs.training.old_logp != "auto":
         return ""
     reader = read_before_update(plan.config)
-    return "" if reader is None else f"; it takes a forward pass because of {reader}"
+    return "" if reader is None else f", by a separate forward pass ({reader})"
 
 
 _OLD_LOGP = {

@@ -96,7 +96,7 @@ def run_dir_of(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
     """Return the run directory. Raises ConfigError if the names of the run would lead to another run's."""
     if knobs.run_dir:
         return Path(knobs.run_dir).resolve()
-    names = {name: str(config.trainer[name]) for name in ("project_name", "experiment_name")}
+    names = {name: str(config.trainer[name] or "") for name in ("project_name", "experiment_name")}
     for key, name in names.items():
         parts = name.split("/")
         if not set(parts).isdisjoint({"", ".", ".."}):

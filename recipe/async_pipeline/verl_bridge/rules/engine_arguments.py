@@ -33,11 +33,27 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 CLASSES = ("ServerArgs", "EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
 AS_OPTIONS = ("vllm",)
 """verl starts these through their command line, where `-` equals `_`; the others by keyword arguments."""
-LOAD_FORMATS: Mapping[str, tuple[str, str]] = {
-    "sglang": ("srt/server_args.py", r"^LOAD_FORMAT_CHOICES = \[(.*?)\]"),
-    "vllm": ("model_executor/model_loader/__init__.py", r"^LoadFormats = Literal\[(.*?)\]"),
+LOAD_FORMAT = "load_format"
+_TEXT, _MEMBER = r'"([\w-]+)"', r"^    ([A-Z]\w+) = "
+LISTS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
+    "sglang": {
+        name: ("srt/server_args.py", rf"^{name.upper()}_CHOICES = \[(.*?)\]", _TEXT)
+        for name in (LOAD_FORMAT, "attention_backend", "moe_runner_backend")
+    },
+    "vllm": {
+        LOAD_FORMAT: (
+            "model_executor/model_loader/__init__.py",
+            r"^LoadFormats = Literal\[(.*?)\]",
+            _TEXT,
+        ),
+        "attention_backend": (
+            "v1/attention/backends/registry.py",
+            r"^class AttentionBackendEnum\b(.*?)^    (?:@|def )",
+            _MEMBER,
+        ),
+    },
 }
-"""By engine, the file and the place of the names."""
+"""By engine and argument, the file, the place and the form of the names that it may have."""
 _RANKS = re.compile(r"^MaxLoRARanks = Literal\[([\d, ]+)\]", re.MULTILINE)
 
 
@@ -65,7 +81,7 @@ def _check_section(name: str, value: Any, chosen: str) -> None:
 
 def check_load_format(engine: str, name: Any) -> None:
     """Raises ConfigError if the engine does not load weights in this form."""
-    if name is not None and (known := load_formats(engine)) and name not in known:
+    if name is not None and (known := listed(engine, LOAD_FORMAT)) and name not in known:
         raise ConfigError(
             f"{ROLLOUT}.load_format must be one of {', '.join(known)} with the installed {engine}, got "
             f"{name!r}{hint(str(name), known)}; correct it"
@@ -94,6 +110,12 @@ def _check_argument(engine: str, key: str, value: Any, known: Mapping[str, bool]
     if known.get(given) and value is not None and not isinstance(value, bool):
         raise ConfigError(
             f"{path} must be True or False, got {shown(key, value)}; correct it, or leave it out"
+        )
+    names = listed(engine, given)
+    if names and value is not None and str(value).lower() not in map(str.lower, names):
+        raise ConfigError(
+            f"{path} must be one of {', '.join(names)} with the installed {engine}, got "
+            f"{shown(key, value)}{hint(str(value), names)}; correct it, or leave it out"
         )
 
 
@@ -135,20 +157,22 @@ def largest_adapter_rank() -> int | None:
     return max(map(int, ranks[1].split(","))) if ranks else None
 
 
-def load_formats(engine: str) -> tuple[str, ...]:
-    """Return the forms of weights that an engine loads.
+def listed(engine: str, argument: str) -> tuple[str, ...]:
+    """Return the names that an argument may have.
 
-    Returns nothing if they cannot be read, or if plugins may add some.
+    Returns nothing if its source has no list, it cannot be read, or plugins may add some.
     """
-    file, names = LOAD_FORMATS.get(engine, ("", ""))
+    if argument not in LISTS.get(engine, {}):
+        return ()
+    file, place, name = LISTS[engine][argument]
     plugins = (plugin.value for plugin in entry_points(group=f"{engine}.general_plugins"))
     if not all(plugin.startswith((f"{engine}.", "recipe.async_pipeline.")) for plugin in plugins):
         return ()
     try:
-        found = re.search(names, _source(engine, file), re.MULTILINE | re.DOTALL)
+        found = re.search(place, _source(engine, file), re.MULTILINE | re.DOTALL)
     except (IndexError, OSError, ValueError):
         return ()
-    return tuple(re.findall(r'"(\w+)"', found[1])) if found and file else ()
+    return tuple(dict.fromkeys(re.findall(name, found[1], re.MULTILINE))) if found else ()
 
 
 def _source(engine: str, file: str) -> str:

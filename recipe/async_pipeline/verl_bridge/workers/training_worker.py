@@ -136,7 +136,7 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
     def update_actor(self, data: TensorDict) -> Any:
         """Train as verl does; keep the log-probs if they are to be taken from the update."""
         if tu.get(data, CORRECTION) is not None:
-            self._updated.begin(data)
+            self._updated.begin(data, keeps=self.actor.engine.is_mp_src_rank_with_outputs())
         return super().update_actor(data)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))

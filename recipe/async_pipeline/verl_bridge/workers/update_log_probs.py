@@ -30,15 +30,19 @@ class UpdateLogProbs:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, torch.Tensor]] = {}
+        self._keeps = True
 
-    def begin(self, data: TensorDict) -> None:
-        """Forget the last update, and number the rows of the next one, which micro-batches reorder."""
-        self._rows = {}
+    def begin(self, data: TensorDict, *, keeps: bool = True) -> None:
+        """Forget the last update, and number the rows of the next one, which micro-batches reorder.
+
+        `keeps`: whether this rank returns them. verl takes them from the first of a group only.
+        """
+        self._rows, self._keeps = {}, keeps
         data[_ROW] = torch.arange(len(data))
 
     def columns(self) -> TensorDict | None:
         """Return log-probs and entropy of the last update in the order of its rows, jagged (rows, tokens of
-        prompt and response); None on a rank that has no outputs.
+        prompt and response); None on a rank that keeps none.
         """
         if not self._rows:
             return None
@@ -57,7 +61,8 @@ class UpdateLogProbs:
         correction = tu.get(data, CORRECTION)
         if correction is None:
             return ppo_loss_with_scores(config, model_output, data, dp_group)
-        self._keep(model_output, data[_ROW].tolist())
+        if self._keeps:
+            self._keep(model_output, data[_ROW].tolist())
         if not config.entropy_coeff:
             # It is only shown: its gradient would take as much memory as the logits.
             model_output = {**model_output, "entropy": model_output["entropy"].detach()}

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import resource
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from ....agents.processes import sandbox
@@ -22,13 +20,7 @@ MIN_SHM_GB = 2.0
 MIN_OPEN_FILES = 8192
 """Each process keeps a few sockets for each process that it talks to, and one for each open request."""
 ATTENTION = "+actor_rollout_ref.model.override_config.attn_implementation"
-DRIVER = Path("/proc/driver/nvidia/version")
-LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""By CUDA's major version, as in the release notes of the CUDA Toolkit (minor version compatibility)."""
 RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
-
-_DRIVER = re.compile(r"\b(\d{3})\.\d+(?:\.\d+)?\b")
-_TORCH_CUDA = re.compile(r"^cuda\b.*= '([\d.]+)'", re.MULTILINE)
 
 
 def examine_machine() -> tuple[Finding, ...]:
@@ -36,7 +28,6 @@ def examine_machine() -> tuple[Finding, ...]:
     num_gpus = count_nvidia_devices()
     return (
         check_devices(num_gpus),
-        *([check_driver(DRIVER, torch_cuda())] if num_gpus else []),
         check_flash_attention(num_gpus),
         *check_needs(machine.states()),
         check_sandbox(sandbox.reason_without()),
@@ -74,33 +65,6 @@ def check_devices(num_gpus: int) -> Finding:
             subject="devices", verdict="warn", detail=detail, remedy="use at least 2 cores for overlap"
         )
     return Finding(subject="devices", verdict="ok", detail=detail)
-
-
-def torch_cuda(name: str = "torch") -> str | None:
-    """Return the CUDA version that the installed torch is built for, or None, without importing it."""
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:
-        return None
-    found = _TORCH_CUDA.search(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
-    return found and found[1]
-
-
-def check_driver(file: Path, cuda: str | None) -> Finding:
-    """Check that the driver, which `file` of the kernel names, runs what torch is built for: `cuda`."""
-    found = _DRIVER.search(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
-    driver = "of an unknown version" if found is None else found[0]
-    if cuda is None:
-        detail, remedy = "torch is built without CUDA", "install a torch for GPUs (docs/gpus.md)"
-    else:
-        least = LEAST_DRIVERS.get(int(cuda.partition(".")[0]))
-        detail = f"torch is built for CUDA {cuda}, which needs {least or 'a driver as new'}"
-        remedy = "update the driver, install its cuda-compat package, or a torch for an older CUDA"
-        if found is None or least is None:
-            remedy = "compare them with the release notes of the CUDA Toolkit"
-        elif int(found[1]) >= least:
-            remedy = ""
-    verdict: Verdict = "warn" if remedy else "ok"
-    return Finding(subject="driver", verdict=verdict, detail=f"{driver}; {detail}", remedy=remedy)
 
 
 def check_flash_attention(
