@@ -243,7 +243,7 @@ def test_a_last_request_without_the_tools_of_the_agent_is_auxiliary(last: list[M
     after = agent.ask(last)
     assert [chain.main for chain in agent.chains.all] == [True, False]
     assert agent.check()[-1].answers == 2
-    agent.ask([*after, user("go on")], "tools")
+    agent.ask([*after, user("next")], "tools")
     assert max(agent.chains.all, key=lambda chain: chain.last).main, "it has tools again"
 
 

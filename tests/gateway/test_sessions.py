@@ -63,7 +63,7 @@ async def test_the_form_of_an_answer_reaches_the_policy() -> None:
     assert (policy.forms, session.counts.constrained) == ([form, None], 1)
 
 
-async def test_a_form_is_asked_for_after_the_last_answer() -> None:
+async def test_a_form_may_follow_the_last_answer() -> None:
     """As LangGraph does. The answer is no beginning of the one that has the form."""
     policy, form = FakePolicy("5", "{}"), Form(schema={"type": "object"})
     session = Session(policy, LIMITS)

@@ -253,15 +253,13 @@ class Chains:
         for chain in () if from_scratch else self.all:
             boundary = _common(chain, found) if chain.tools == tools else None
             if boundary is not None:
-                assert boundary.messages is not None
-                rank = (boundary.messages, _grows(chain, boundary), chain.last)
+                rank = (boundary.messages or 0, _grows(chain, boundary), chain.last)
                 if rank > best:
                     best, anchor = rank, (chain, boundary)
         request = self._open(anchor, tools)
         request.new = list(messages[len(request.previous) :])
         request.identities = found
-        if self._first is None:
-            self._first = Chain(tools, 0, identities=found)
+        self._first = self._first or Chain(tools, 0, identities=found)
         why, like_main = self._compared(found, tools)
         request.why = "template" if from_scratch else why
         if main is not None or not request.grows:

@@ -48,7 +48,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if len(self.connections) > _most_connections():
             waiting = [one for one in self.connections if one.cycle is None or one.cycle.response_complete]
             oldest = min(waiting, key=lambda one: (one.cycle is not None, one.made))
-            # uvicorn does so only when the loop comes to it, perhaps after many more have been accepted.
+            # uvicorn does so only later, perhaps after many more have been accepted.
             self.connections.discard(oldest)
             oldest.transport.abort()
 
