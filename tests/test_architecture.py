@@ -185,7 +185,7 @@ def test_only_images_need_diffusers() -> None:
 
 
 SERVES = {
-    **dict.fromkeys(("gateway/app.py", "gateway/task_routes.py"), {"starlette"}),
+    **dict.fromkeys(("gateway/app.py", "gateway/in_flight.py", "gateway/task_routes.py"), {"starlette"}),
     "gateway/server.py": {"uvicorn"},
 }
 """The modules that import the optional packages of the gateway, and only in the process that serves."""

@@ -15,6 +15,7 @@ from recipe.async_pipeline.agents.episodes import (
     DONE,
     ENDS,
     FAILED_EPISODE,
+    MAX_SOURCES,
     PEAKS,
     POLICIES,
     ROW_REASONS,
@@ -23,6 +24,7 @@ from recipe.async_pipeline.agents.episodes import (
     counted_together,
     explain_rows,
     last_responses,
+    metrics_by_source,
     metrics_of,
 )
 from recipe.async_pipeline.core.groups.bad_data import POLICIES as KINDS
@@ -106,6 +108,22 @@ def test_a_step_of_single_responses_has_no_metrics_of_agents(turns: int | None) 
 
 def test_a_second_answer_of_the_policy_makes_an_episode() -> None:
     assert metrics_of(groups(one(1), one(2)))["agentic/turns/max"] == 2.0
+
+
+def test_a_step_has_metrics_of_each_data_source_of_several() -> None:
+    rows = (replace(one(4), key="a_0_0"), replace(one(2), key="a_0_1", reward=1.0))
+    math = Group(uid="a", step=1, source="math", trajectories=rows)
+    code = Group(uid="b", step=1, source="code", trajectories=(replace(one(None), reward=-1.0),))
+    assert metrics_by_source([math, code]) == {
+        "source/code/episodes": 1.0,
+        "source/code/reward/mean": -1.0,
+        "source/math/episodes": 1.0,
+        "source/math/reward/mean": 1.0,
+        "source/math/turns/mean": 6.0,
+    }
+    assert metrics_by_source([math, math]) == metrics_by_source([]) == {}
+    many = [Group(uid="a", step=1, source=f"{number:02}", trajectories=rows) for number in range(99)]
+    assert len(metrics_by_source(many)) == 3 * MAX_SOURCES
 
 
 def test_the_metrics_of_a_step_add_up_its_episodes() -> None:

@@ -51,16 +51,19 @@ class Tokenizer:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
-def draw(loop: Any, client: Client, row: dict[str, Any], *, seed: int = 1, at_once: bool = True) -> Any:
+def draw(loop: Any, client: Client, row: dict[str, Any], **settings: Any) -> Any:
+    """Return what `response_of` returns."""
+    return asyncio.run(response_of(loop, client, row, **settings))
+
+
+async def response_of(
+    loop: Any, client: Client, row: dict[str, Any], *, seed: int = 1, at_once: bool = True
+) -> Any:
     """Return what an agent loop of this class returns for a row."""
     denoising = {"sde_window_size": 3, "sde_window_range": [0, 5], "height": 16, "width": 16}
     own = {"reward": {"while_generating": at_once}}
     actor = {"rollout": {"prompt_length": 8}, "model": {"denoising": denoising}}
     config = OmegaConf.create({"actor_rollout_ref": actor, "data": {"seed": seed}, **nested({OWN: own})})
-
-    async def response() -> Any:
-        data = SimpleNamespace(config=config.data)
-        made = loop(SimpleNamespace(config=config), client, Tokenizer(), None, None, data)
-        return await made.run({}, **row)
-
-    return asyncio.run(response())
+    data = SimpleNamespace(config=config.data)
+    made = loop(SimpleNamespace(config=config), client, Tokenizer(), None, None, data)
+    return await made.run({}, **row)

@@ -21,6 +21,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 from starlette.routing import Route  # noqa: E402
 
+from recipe.async_pipeline.gateway import in_flight  # noqa: E402
 from recipe.async_pipeline.gateway.app import CONVERSATION, Gateway  # noqa: E402
 
 Serve = Callable[..., Any]
@@ -199,6 +200,17 @@ async def test_a_body_that_is_too_large(serve: Serve) -> None:
         body = {"messages": [{"role": "user", "content": "x" * 2000}]}
         refused = await http.post(CHAT, json=body, headers=bearer(at.session.keys.model))
         assert refused.status_code == 413 and at.policy.prompts == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/generate"])
+async def test_a_session_with_too_many_requests_is_429_with_a_time(
+    serve: Serve, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_flight, "MAX_REQUESTS", 0)
+    async with serve() as at, httpx.AsyncClient(base_url=at.url) as http:
+        found = await http.post(path, json=BODY, headers=bearer(at.session.keys.model))
+        assert (found.status_code, found.headers["retry-after"]) == (429, "1")
+        assert "x-should-retry" not in found.headers and at.session.ended is None
 
 
 async def test_sessions_do_not_see_each_other(serve: Serve) -> None:

@@ -228,6 +228,33 @@ def test_the_first_conversation_and_what_continues_it_are_main() -> None:
     assert [row.spans[0].version for row in agent.chains.rows(MANY, auxiliary=False)] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        [system("play"), user("write a title")],
+        [system("play"), user("a"), A, user("b"), B, user("summarise")],
+        [system("remember"), user("a"), A, user("b"), B],
+    ],
+)
+def test_a_last_request_without_the_tools_of_the_agent_is_auxiliary(last: list[Message]) -> None:
+    agent = Agent()
+    history = agent.ask([system("play"), user("a")], "tools")
+    agent.ask([*history, user("b")], "tools")
+    after = agent.ask(last)
+    assert [chain.main for chain in agent.chains.all] == [True, False]
+    assert agent.check()[-1].answers == 2
+    agent.ask([*after, user("next")], "tools")
+    assert max(agent.chains.all, key=lambda chain: chain.last).main, "it has tools again"
+
+
+def test_a_request_without_tools_is_auxiliary_while_the_first_one_is_in_flight() -> None:
+    agent = Agent()
+    first = agent.begin([system("play"), user("a")], "tools")
+    agent.ask([system("play"), user("write a title")])
+    agent.end(first)
+    assert [chain.main for chain in agent.chains.all] == [False, True]
+
+
 def test_the_first_conversation_is_main_although_another_one_is_answered_before() -> None:
     agent = Agent()
     first = agent.begin([user("a")])
@@ -258,6 +285,19 @@ class Token(int):
     def __eq__(self, other: object) -> bool:
         Token.compared += 1
         return int(self) == other
+
+
+def test_a_chain_grows_in_place() -> None:
+    """A copy at each turn would take quadratic time."""
+    agent = Agent()
+    history = agent.ask([user("a")])
+    (chain,) = agent.chains.all
+    lists = (chain.token_ids, chain.mask, chain.log_probs, chain.spans)
+    agent.ask([*history, user("b")])
+    grown = (chain.token_ids, chain.mask, chain.log_probs, chain.spans)
+    assert all(one is other for one, other in zip(lists, grown, strict=True))
+    agent.ask([*history, user("c")])
+    assert all(one not in lists for one in (agent.chains.all[1].token_ids, agent.chains.all[1].mask))
 
 
 @pytest.mark.parametrize("edits", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from tests import REPOSITORY
 from tests.fakes.agent_policy import FakePolicy
 from tests.fakes.served_gateway import served
 
-pytestmark = pytest.mark.nightly
 PROGRAM = REPOSITORY / "tests" / "fakes" / "client_libraries.py"
 LIMITS = SessionLimits(prompt_tokens=100_000, response_tokens=200_000)
 OFF = {
@@ -35,40 +35,90 @@ class Case(NamedTuple):
     """An agent, and what the policy says to it."""
 
     name: str
+    client: str
+    """A package of client_libraries.txt."""
+    feature: str
     answers: Sequence[str]
     rows: int = 1
     """Conversations, which are the rows of training."""
     forms: int = 0
     """Requests for an answer with a form."""
-    refused: str = ""
-    """What the gateway says to the last request of an agent that fails, and nothing if it works."""
 
 
 CASES = (
-    Case("openai_chat", TOOLS),
-    Case("openai_chat_typed", (TYPED,), forms=1),
-    Case("openai_responses", TOOLS),
-    Case("anthropic_messages", TOOLS),
-    Case("litellm", TOOLS),
-    Case("langchain", TOOLS),
-    Case("langchain_typed", (CALL, f"[Sum {TYPED}]"), forms=2),
-    Case("langchain_structured", (TYPED,), forms=1),
+    Case("openai_chat", "openai", "chat completions", TOOLS),
+    Case("openai_chat_typed", "openai", "`chat.completions.parse`", (TYPED,), forms=1),
+    Case("openai_responses", "openai", "responses", TOOLS),
+    Case("anthropic_messages", "anthropic", "messages", TOOLS),
+    Case("litellm", "litellm", "`completion`", TOOLS),
+    Case("langchain", "langchain", "`create_agent`", TOOLS),
     Case(
-        "langgraph_typed", TOOLS, refused="a last message of the assistant cannot be continued in a required"
+        "langchain_typed",
+        "langchain",
+        "`create_agent`, `response_format`",
+        (CALL, f"[Sum {TYPED}]"),
+        forms=2,
     ),
-    Case("pydantic_ai", TOOLS),
-    Case("pydantic_ai_typed", (CALL, f"[final_result {TYPED}]"), forms=2),
-    Case("pydantic_ai_native", (CALL, TYPED), forms=2),
-    Case("openai_agents", TOOLS),
-    Case("openai_agents_typed", (CALL, TYPED), forms=2),
-    Case("openai_agents_chat_typed", (CALL, TYPED), forms=2),
-    Case("smolagents_tools", (CALL, '[final_answer {"answer": "5"}]'), rows=2, forms=2),
+    Case("langchain_structured", "langchain-openai", "`with_structured_output`", (TYPED,), forms=1),
+    Case(
+        "langgraph_typed",
+        "langgraph",
+        "`create_react_agent`, `response_format`",
+        (*TOOLS, TYPED),
+        rows=2,
+        forms=1,
+    ),
+    Case("pydantic_ai", "pydantic-ai-slim", "tool", TOOLS),
+    Case(
+        "pydantic_ai_typed", "pydantic-ai-slim", "`output_type`", (CALL, f"[final_result {TYPED}]"), forms=2
+    ),
+    Case("pydantic_ai_native", "pydantic-ai-slim", "`NativeOutput`", (CALL, TYPED), forms=2),
+    Case("openai_agents", "openai-agents", "tool", TOOLS),
+    Case("openai_agents_typed", "openai-agents", "`output_type`", (CALL, TYPED), forms=2),
+    Case(
+        "openai_agents_chat_typed",
+        "openai-agents",
+        "`output_type`, chat completions",
+        (CALL, TYPED),
+        forms=2,
+    ),
+    Case(
+        "smolagents_tools",
+        "smolagents",
+        "`ToolCallingAgent`",
+        (CALL, '[final_answer {"answer": "5"}]'),
+        rows=2,
+        forms=2,
+    ),
     Case(
         "smolagents_code",
+        "smolagents",
+        "`CodeAgent`",
         ("I add.\n<code>\nprint(add(2, 3))\n</code>", "<code>\nfinal_answer(5)\n</code>"),
         rows=2,
     ),
 )
+
+
+def client_table() -> str:
+    """Return the cases as a table of Markdown."""
+    packages = PROGRAM.with_suffix(".txt").read_text(encoding="utf-8")
+    versions = dict(re.findall(r"^([\w-]+).*==(\S+)$", packages, re.MULTILINE))
+    head = ["client", "feature", "requests", "with a form", "rows of training", "encoded again"]
+    rows = [
+        [
+            f"{one.client} {versions[one.client]}",
+            one.feature,
+            *map(str, (len(one.answers), one.forms, one.rows, 0)),
+        ]
+        for one in CASES
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
+
+
+def test_the_page_has_the_table_of_clients() -> None:
+    page = (REPOSITORY / "docs" / "agents.md").read_text(encoding="utf-8")
+    assert client_table() in page, "replace it by what client_table() returns"
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +131,7 @@ def python() -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_a_library_at_its_defaults_plays_an_episode(case: Case, python: str, tmp_path: Path) -> None:
     policy = FakePolicy(*case.answers)
@@ -104,9 +155,8 @@ async def test_a_library_at_its_defaults_plays_an_episode(case: Case, python: st
             stderr=asyncio.subprocess.PIPE,
         )
         out, err = await process.communicate()
-        assert (process.returncode != 0) == bool(case.refused), err.decode()[-3000:]
-        assert case.refused in err.decode()
-        assert case.refused or out.decode().split()[-1:] == ["5"], out
+        assert process.returncode == 0, err.decode()[-3000:]
+        assert out.decode().split()[-1:] == ["5"], out
         rows = at.session.rows()
         counts = at.session.counts
         forms = sum(form is not None for form in policy.forms)

@@ -197,9 +197,12 @@ async def test_an_answer_that_no_client_has_received_is_neither_trained_nor_scor
         client = CLIENTS[api](at.url, at.session.keys.model, timeout=HANG_S, **options)
         await client.say([("user", "go")])
         at.policy.gate.clear()
-        hasty = CLIENTS[api](at.url, at.session.keys.model, timeout=0.2, **options)
-        with pytest.raises(Exception, match="(?i)time"):
-            await hasty.say([("user", "go"), ("assistant", "one", []), ("user", "slow")])
+        hasty = CLIENTS[api](at.url, at.session.keys.model, timeout=HANG_S, **options)
+        entries: list[Any] = [("user", "go"), ("assistant", "one", []), ("user", "slow")]
+        asking = asyncio.create_task(hasty.say(entries))
+        await until(lambda: len(at.policy.prompts) == 2)
+        asking.cancel()
+        await asyncio.wait([asking])
         await hasty.close()
         at.policy.gate.set()
         await until(lambda: len(at.session.deliveries.lost()) == 1)
@@ -455,6 +458,23 @@ def test_parts_of_parameters_are_counted() -> None:
     assert OF_PATH["/v1/messages"].read(json.dumps(body).encode()).ask.overridden == ("output_config.effort",)
     body = BODIES["/v1/responses"] | {"text": {"verbosity": "low"}}
     assert OF_PATH["/v1/responses"].read(json.dumps(body).encode()).ask.overridden == ("text.verbosity",)
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "counted"),
+    [
+        ("/v1/chat/completions", {"function": {"name": "f", "strict": True}}, ("tools.strict",)),
+        ("/v1/chat/completions", {"function": {"name": "f", "strict": False, "x": 1}}, ("tools.x",)),
+        ("/v1/responses", {"type": "function", "name": "f", "strict": True}, ("tools.strict",)),
+        ("/v1/responses", {"type": "custom", "name": "f", "format": {"type": "grammar"}}, ("tools.format",)),
+        ("/v1/responses", {"type": "custom", "name": "f", "format": {"type": "text"}, "strict": None}, ()),
+        ("/v1/responses", {"type": "web_search", "filters": {"x": 1}}, ("tools.web_search",)),
+        ("/v1/messages", {"name": "f", "strict": True, "cache_control": {"type": "x"}}, ("tools.strict",)),
+    ],
+)
+def test_parts_of_tools_are_counted(path: str, tool: dict[str, Any], counted: tuple[str, ...]) -> None:
+    body = BODIES[path] | {"tools": [tool, tool]}
+    assert OF_PATH[path].read(json.dumps(body).encode()).ask.overridden == counted
 
 
 def parameters_of(kind: Any) -> set[str]:

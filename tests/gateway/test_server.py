@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn")
 from recipe.async_pipeline.config.knobs.agentic import MAX_UNIX_DIR  # noqa: E402
 from recipe.async_pipeline.gateway.server import GatewayServer  # noqa: E402
+from tests import HANG_S  # noqa: E402
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -128,13 +130,31 @@ def test_a_server_that_was_not_started_stops() -> None:
     asyncio.run(GatewayServer(app).stop())
 
 
-async def test_connections_leave_files_for_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_without_a_request_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker keeps its files, and a request is served, however many connections an agent opens."""
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (6, 6))
-    server = GatewayServer(app)
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            begun.set()
+            await may_end.wait()
+        await app(scope, receive, send)
+
+    server = GatewayServer(slow)
     await server.start()
-    opened = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
-    reader, writer = opened[-1]
-    assert (await got(reader, writer)).startswith(b"HTTP/1.1 503")
-    for _, writer in opened:
+    served = await asyncio.open_connection("127.0.0.1", server.port)
+    served[1].write(b"GET /slow HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    await begun.wait()
+    idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(50)]
+    for reader, _ in idle[:48]:
+        # The end of the stream, or a reset.
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), HANG_S) == b""
+    await require_answer(idle[-1])
+    await require_answer(await asyncio.open_connection("127.0.0.1", server.port))
+    may_end.set()
+    assert (await served[0].read()).endswith(b"here\r\n0\r\n\r\n"), "a request in flight is not ended"
+    for _, writer in (served, *idle):
         writer.close()
     await server.stop()

@@ -59,10 +59,19 @@ async def test_the_form_of_an_answer_reaches_the_policy() -> None:
     policy, form = FakePolicy(), Form(schema={"type": "object"})
     session = Session(policy, LIMITS)
     await session.turn(ask("q")._replace(form=form))
-    with pytest.raises(RequestRefused, match="cannot be continued in a required form"):
-        await session.turn(ask("q", "begun")._replace(form=form))
     await session.turn(ask("q2"))
     assert (policy.forms, session.counts.constrained) == ([form, None], 1)
+
+
+async def test_a_form_may_follow_the_last_answer() -> None:
+    """As LangGraph does. The answer is no beginning of the one that has the form."""
+    policy, form = FakePolicy("5", "{}"), Form(schema={"type": "object"})
+    session = Session(policy, LIMITS)
+    await session.turn(ask("q"))
+    typed = await session.turn(ask("q", "5")._replace(form=form))
+    assert typed.said.text == "{}" and bytes(policy.prompts[-1]) == b"<user>q<assistant>5"
+    _, row = session.rows()
+    assert (row.answers, row.mask) == (1, [1, 1, 1])
 
 
 async def test_a_conversation_continues_after_an_answer_that_the_agents_limits_ended() -> None:

@@ -42,6 +42,14 @@ def test_an_end_token_that_was_replaced_is_not_rewarded() -> None:
     assert found.placed(row([1, 1, 0, 0, 0, 1, 1, 0, 1]), None) == [(1, 1.0)]
 
 
+def test_an_answer_that_is_lost_is_not_rewarded() -> None:
+    found = turns()
+    found.give(2, 1.0)
+    found.give(4, 1.0)
+    assert found.placed(row(MASK[:7]), None) == [(6, 1.0)]
+    assert found.placed(row(MASK[:3]), None) == []
+
+
 @pytest.mark.parametrize("turn", [0, 5, -1, "e5", "", "chatcmpl-"])
 def test_a_turn_that_does_not_exist(turn: int | str) -> None:
     found = turns()

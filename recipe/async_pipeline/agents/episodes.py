@@ -163,6 +163,10 @@ def explain_rows(metrics: Mapping[str, float]) -> str | None:
     )
 
 
+MAX_SOURCES = 16
+"""Data sources that have metrics, the first ones by name."""
+
+
 def counted_together(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Return what happened in several episodes: sums, and the largest of `PEAKS`."""
     found: dict[str, int] = {}
@@ -216,6 +220,24 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
     took_ms = [took for group in step for took in group.took_ms]
     if took_ms:
         metrics["agentic/gateway_ms_p95"] = _p95(took_ms)
+    return metrics
+
+
+def metrics_by_source(groups: Iterable[Group]) -> dict[str, float]:
+    """Return the metrics of the episodes of a step by the data source of their prompts; empty if all have
+    the same one.
+    """
+    sources: dict[str, list[Trajectory]] = {}
+    for group in groups:
+        sources.setdefault(group.source, []).extend(group.trajectories)
+    metrics = {}
+    for source, rows in sorted(sources.items())[:MAX_SOURCES] if len(sources) > 1 else ():
+        found = last_responses(rows)
+        metrics[f"source/{source}/episodes"] = float(len(found))
+        if rewards := [one.reward for one in found if one.reward is not None]:
+            metrics[f"source/{source}/reward/mean"] = fmean(rewards)
+        if turns := _turns_of_episodes(rows):
+            metrics[f"source/{source}/turns/mean"] = fmean(turns)
     return metrics
 
 

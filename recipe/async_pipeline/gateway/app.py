@@ -15,8 +15,8 @@
     POST /v1/tasks/finish        {"reward": number or null}   lease         the end
     POST /v1/tasks/fail          {"why": text}                lease         it cannot be played
 
-Errors have `x-should-retry: false`, because the same request would fail again. An update of the weights, or a
-replica that dies, is no error: the request takes longer.
+Errors but 429 have `x-should-retry: false`, because the same request would fail again. An update of the
+weights, or a replica that dies, is no error: the request takes longer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -37,9 +38,10 @@ from ..core.waits.deadline import within
 from ..errors import RequestRefused, WaitTimeout
 from .claims import Claims
 from .dialects import COUNTING, DIALECTS
+from .in_flight import BUSY, InFlight
 from .registry import Sessions
 from .sessions import UNAVAILABLE, Session, digest_of
-from .task_routes import Handler, TaskRoutes, key_of
+from .task_routes import TASKS, Handler, TaskRoutes, key_of
 from .turns import Reply, TokenReply
 from .wire import CountingDialect, Dialect, Read, decoded, texts
 
@@ -49,7 +51,7 @@ READ_S = 60.0
 """Seconds that a client may take to send a body."""
 NO_RETRY = {"x-should-retry": "false"}
 RETRY_AFTER_S = 1
-"""Of a 503, for clients that try it again: by then the session has ended, and says why."""
+"""Of a 429, and of a 503, for clients that try it again: by then the session has ended, and says why."""
 JSON = "application/json"
 RETRY = "x-stainless-retry-count"
 """With it, OpenAI's and Anthropic's clients number their attempts at one request."""
@@ -107,8 +109,9 @@ class Gateway:
                 Route("/v1/session", self._handled(self._session), methods=["GET"]),
                 Route("/v1/session/reward", self._handled(self._reward), methods=["POST"]),
                 Route("/v1/session/end", self._handled(self._end), methods=["POST"]),
-                *(Route(f"/v1/tasks/{name}", self._handled(one), methods=["POST"]) for name, one in tasks),
-            ]
+                *(Route(TASKS + name, self._handled(one), methods=["POST"]) for name, one in tasks),
+            ],
+            middleware=[Middleware(InFlight)],
         )
 
     def _speaking(
@@ -299,7 +302,8 @@ def _is_main(request: Request) -> bool | None:
 
 
 def _headers(error: RequestRefused) -> dict[str, str]:
-    return NO_RETRY if error.status != UNAVAILABLE else {**NO_RETRY, "retry-after": str(RETRY_AFTER_S)}
+    later = {"retry-after": str(RETRY_AFTER_S)}
+    return later if error.status == BUSY else NO_RETRY | later if error.status == UNAVAILABLE else NO_RETRY
 
 
 def _is_retry(request: Request) -> bool:

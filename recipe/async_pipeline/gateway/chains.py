@@ -13,9 +13,9 @@ the engine answered: text is compared, but never encoded again. An answer is tra
 one that it was written for. An agent that edits, forgets or summarises its history, asks twice, or follows
 several branches gets more chains, up to a limit, and no error.
 
-The main conversation is the first chain and the chains that have something in common with it, unless the
-agent says more (`Ask.main`, `Ask.model`). Other chains are auxiliary. The row of the main conversation that
-was answered last is the last one, which is scored.
+The main conversation is the first chain and the chains that have something in common with it, but for
+requests without tools if it has tools, unless the agent says more (`Ask.main`, `Ask.model`). Other chains are
+auxiliary. The row of the main conversation that was answered last is the last one, which is scored.
 """
 
 from __future__ import annotations
@@ -109,15 +109,18 @@ class Chain:
     def grow(self, request: Sequence[int], kept: int, answer: Completion) -> None:
         """Append the rest of a request and its answer; the first `kept` tokens are the chain's own."""
         added, self.last_start = len(request) - kept, len(request)
-        self.token_ids = [*request, *answer.token_ids]
-        self.mask = [*self.mask[:kept], *[0] * added, *[1] * len(answer.token_ids)]
+        # In place: copies would take quadratic time in the turns of a long conversation.
+        self.token_ids[kept:] = [*request[kept:], *answer.token_ids]
+        self.mask[kept:] = [*[0] * added, *[1] * len(answer.token_ids)]
         if self.log_probs is not None and answer.log_probs is not None:
-            self.log_probs = [*self.log_probs[:kept], *[0.0] * added, *answer.log_probs]
+            self.log_probs[kept:] = [*[0.0] * added, *answer.log_probs]
         else:
             self.log_probs = None
-        spans = [TokenSpan(version, len(request) + at) for version, at in answer.spans]
-        self.spans = [*(span for span in self.spans if span.start < kept), *spans]
-        self.boundaries = [one for one in self.boundaries if one.tokens <= kept]
+        while self.spans and self.spans[-1].start >= kept:
+            self.spans.pop()
+        self.spans += [TokenSpan(version, len(request) + at) for version, at in answer.spans]
+        while self.boundaries and self.boundaries[-1].tokens > kept:
+            self.boundaries.pop()
 
     def received(self, lost: Collection[AnswerPlace]) -> Chain | None:
         """Return it without its last answer if that is lost; None if no other answer is its own."""
@@ -174,20 +177,20 @@ class OpenRequest:
         start = self.chain.start if self.known else length
         return min(start, prompt_limit) + response_limit - length
 
-    def commit(self, token_ids: Sequence[int], kept: int, answer: Completion, said: Message | None) -> None:
+    def commit(self, token_ids: list[int], kept: int, answer: Completion, said: Message | None) -> None:
         """Take the answer. `token_ids`: of the whole request, of which the first `kept` are from `known`.
 
         `said`: the answer as a message; None for a request that sent tokens.
         """
         assert self.open, "a request is answered once"
-        assert list(token_ids[:kept]) == self.known[:kept]
+        assert token_ids[:kept] == self.known[:kept]
         self._close()
         chain = self.chain
         if self.main is not None:
             chain.main = self.main
         if not self.grows:
             # What another chain has written is not trained here.
-            chain.mask, chain.log_probs = [0] * kept, [0.0] * kept
+            chain.token_ids, chain.mask, chain.log_probs = self.known[:kept], [0] * kept, [0.0] * kept
             if not self.known:
                 chain.start = len(token_ids)
             if self._chains.all:
@@ -226,8 +229,8 @@ class Chains:
         self.beginning = 0
         """Requests in flight that will begin a chain."""
         self.answered = itertools.count(1)
-        self._first: list[Hashable] | None = None
-        """The messages of the first request."""
+        self._first: Chain | None = None
+        """The first request, which has no answer there."""
         self.reasons: Counter[str] = Counter()
         """Why chains after the first were begun; see `RowReason`."""
 
@@ -250,18 +253,17 @@ class Chains:
         for chain in () if from_scratch else self.all:
             boundary = _common(chain, found) if chain.tools == tools else None
             if boundary is not None:
-                assert boundary.messages is not None
-                rank = (boundary.messages, _grows(chain, boundary), chain.last)
+                rank = (boundary.messages or 0, _grows(chain, boundary), chain.last)
                 if rank > best:
                     best, anchor = rank, (chain, boundary)
         request = self._open(anchor, tools)
         request.new = list(messages[len(request.previous) :])
         request.identities = found
+        self._first = self._first or Chain(tools, 0, identities=found)
         why, like_main = self._compared(found, tools)
         request.why = "template" if from_scratch else why
         if main is not None or not request.grows:
             request.main = like_main if main is None else main
-        self._first = found if self._first is None else self._first
         return request
 
     def forget_first(self) -> None:
@@ -269,13 +271,12 @@ class Chains:
         if not self.all and not self.beginning:
             self._first = None
 
-    def open_tokens(self, token_ids: Sequence[int], *, main: bool | None = None) -> OpenRequest:
+    def open_tokens(self, token_ids: list[int], *, main: bool | None = None) -> OpenRequest:
         """Return the request for a prompt of tokens, as `open`. Raises as `open`."""
         best: tuple[int, bool, int] = (0, False, 0)
         anchor: tuple[Chain, Boundary] | None = None
-        wanted = list(token_ids)
         for chain in self.all:
-            shared = _shared_tokens(chain.token_ids, wanted)
+            shared = _shared_tokens(chain.token_ids, token_ids)
             boundary = next((one for one in reversed(chain.boundaries) if one.tokens <= shared), None)
             if boundary is None:
                 continue
@@ -290,16 +291,16 @@ class Chains:
 
     def _compared(self, wanted: list[Hashable], tools: Hashable) -> tuple[RowReason, bool]:
         """Return how a request differs from the chain that is most like it, and whether it is a main one."""
-        if not self.all:
-            first = wanted if self._first is None else self._first
-            return "others", _difference(first, wanted, same_tools=True) != "others"
 
         def alike(chain: Chain) -> tuple[int, bool, int]:
             return _shared(chain.identities, wanted), chain.tools == tools, chain.last
 
-        nearest = max(self.all, key=alike)
+        nearest = max(self.all, key=alike, default=self._first)
+        assert nearest is not None
         why = _difference(nearest.identities, wanted, same_tools=nearest.tools == tools)
-        return why, why != "others" and nearest.main
+        # Agents with tools ask without them for what they do not act upon: titles, summaries, memories.
+        gains = bool(tools) - bool(nearest.tools)
+        return why, why != "others" and (gains > 0 or (nearest.main and gains == 0))
 
     def rows(
         self, prompt_limit: int, lost: Collection[AnswerPlace] = (), *, auxiliary: bool = True

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..core.waits.deadline import within
 
@@ -38,6 +39,20 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection. If there are too many, the oldest one without a request is closed."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.made = self.loop.time()
+        if len(self.connections) > _most_connections():
+            waiting = [one for one in self.connections if one.cycle is None or one.cycle.response_complete]
+            oldest = min(waiting, key=lambda one: (one.cycle is not None, one.made))
+            # uvicorn does so only later, perhaps after many more have been accepted.
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+
 class GatewayServer:
     """Serves one ASGI application. Belongs to the loop in which it was started."""
 
@@ -52,7 +67,8 @@ class GatewayServer:
             lifespan="off",
             log_level="error",
             access_log=False,
-            limit_concurrency=_most_connections(),
+            http=_Connection,
+            backlog=max(1, min(BACKLOG, _most_connections() // 2)),
         )
         self._server: _Server
         self._task: asyncio.Task[None] | None = None
@@ -110,7 +126,7 @@ class GatewayServer:
 
 
 def _most_connections() -> int:
-    """Return how many connections may be open: further ones get 503, and files are left for the worker."""
+    """Return how many connections may be open, so that files are left for the worker."""
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 

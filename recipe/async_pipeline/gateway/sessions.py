@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from ..errors import RequestRefused
 from .chains import AnswerPlace, ChainRow, Chains, Completion, OpenRequest
+from .continued_text import ContinuedText
 from .conversation import hashable
 from .turn_rewards import TurnRewards
 from .turns import Ask, CannotAppend, Deliveries, Reply, SessionEngine, TokenReply, reply_of, without_prefill
@@ -109,8 +110,7 @@ class Session:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._served: dict[bytes, Any] = {}
         """The last answer to each request, by its digest: at most `max_turns`."""
-        self._texts: dict[str, list[int]] = {}
-        """The tokens of each text that was continued, with its continuation: at most two a turn."""
+        self._texts = ContinuedText()
         self._waiting: Counter[asyncio.Future[Any]] = Counter()
         """Callers that wait for a request."""
         self._first_model: str | None = None
@@ -179,16 +179,13 @@ class Session:
         answer = await self._continue(token_ids, ask.max_tokens, ask.stop, received, name, main)
         said = await self._policy.read(answer.token_ids, (), ask.stop)
         if isinstance(prompt, str):
-            # The agent may or may not repeat the stop text.
-            for text in {prompt + said.text, prompt + said.text + (said.stop or "")}:
-                self._texts[text] = [*token_ids, *answer.token_ids]
+            self._texts.note(prompt, said, [*token_ids, *answer.token_ids])
         return reply_of(name, said, answer, len(token_ids))
 
     async def _tokens_of_text(self, prompt: str) -> list[int]:
         """Return the tokens of a text, of which the policy may have written a part."""
-        known = max((text for text in self._texts if prompt.startswith(text)), key=len, default="")
-        rest = await self._policy.encode(prompt[len(known) :])
-        return [*self._texts.get(known, ()), *rest]
+        known, token_ids = self._texts.known(prompt)
+        return [*token_ids, *await self._policy.encode(prompt[known:])]
 
     async def turn_of_tokens(
         self,
@@ -222,13 +219,13 @@ class Session:
         """Return the answer to tokens. Raises as `turn`."""
         if not token_ids:
             raise RequestRefused("the prompt must have at least one token, got none")
-        known = self._policy.vocabulary
-        for one in (min(token_ids), max(token_ids)):
-            if not 0 <= one < known:
-                raise RequestRefused(f"tokens must be between 0 and {known - 1}, got {one}")
         self._count_turn()
         request = self.chains.open_tokens(token_ids, main=main)
         try:
+            known, new = self._policy.vocabulary, token_ids[len(request.known) :]
+            for one in (min(new), max(new)) if new else ():
+                if not 0 <= one < known:
+                    raise RequestRefused(f"tokens must be between 0 and {known - 1}, got {one}")
             answer, engine_s = await self._answer(request, token_ids, Ask([], [], max_tokens, stop))
             if answer.token_ids:
                 request.commit(token_ids, len(request.known), answer, None)

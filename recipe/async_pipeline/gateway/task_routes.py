@@ -16,6 +16,8 @@ from ..errors import RequestRefused
 from .claims import Claims
 from .wire import decoded
 
+TASKS = "/v1/tasks/"
+"""Where the paths of these routes begin."""
 Handler = Callable[[Request], Awaitable[Any]]
 MAX_WAIT_S = 60.0
 """Longest wait for a task in one request, so that no proxy or client gives it up."""

@@ -70,7 +70,7 @@ class TurnRewards:
 
     def placed(self, row: ChainRow, last: float | None) -> list[tuple[int, float]]:
         """Return the position in the response, and the reward, of each turn that has one; then `last`, the
-        reward of the episode, at the end. Empty without rewards of turns.
+        reward of the episode, at the end. Empty without rewards of turns that are trained.
 
         `row`: the conversation of all turns.
         """
@@ -79,6 +79,9 @@ class TurnRewards:
         start, mask, found = len(row.prompt_ids), row.mask, []
         for number, reward in sorted(self.rewards.items()):
             at = self._places[number - 1].end - 1 - start
+            if at >= len(mask):
+                # No client has received the answer, so it is not trained.
+                continue
             # The end token of an answer may have been replaced when the conversation was continued.
             while at > 0 and not mask[at]:
                 at -= 1

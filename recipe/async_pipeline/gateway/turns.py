@@ -144,16 +144,15 @@ def reply_of(name: str, said: Said, answer: Completion, prompt_tokens: int) -> R
 def without_prefill(ask: Ask) -> tuple[list[Message], str]:
     """Return messages without a last one of the assistant, and its text, which the policy continues.
 
-    Raises RequestRefused if nothing precedes it, if it has tool calls, or if the answer must have a form.
+    If the answer must have a form, the message is a part of the history: a grammar begins with the answer.
+    Raises RequestRefused if nothing precedes it, or if it has tool calls.
     """
     messages = ask.messages
     *before, last = messages
-    if last["role"] != "assistant":
+    if last["role"] != "assistant" or ask.form is not None:
         return messages, ""
     if not before:
         raise RequestRefused("a message must precede the text of the assistant that is to be continued")
-    if ask.form is not None:
-        raise RequestRefused("a last message of the assistant cannot be continued in a required form")
     if last.get("tool_calls"):
         raise RequestRefused("the last message has tool calls; append their results")
     return before, last["content"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -45,6 +45,8 @@ class Parameters(NamedTuple):
     """They ask for nothing that the answer would show."""
     counted: tuple[str, ...]
     """Known ones that are counted."""
+    of_tools: tuple[str, ...] = ()
+    """Parts of a tool that are read, or ask for nothing. Other ones are counted."""
 
 
 class Dialect(Protocol):
@@ -121,17 +123,38 @@ MAX_NAMES, MAX_NAME = 32, 64
 """Bounds of the names that are counted for a request, and of the characters of each."""
 
 
-def ignored(body: bytes, known: Parameters, *, one_call: bool = False) -> tuple[str, ...]:
-    """Return the parameters of a body that have no effect. `one_call`: it asks for one tool call at most.
+ASKS_NOTHING = (None, False, {"type": "text"})
+"""Values of parts of tools."""
 
-    Raises RequestRefused for `known.refused`.
+
+def ignored(
+    body: bytes, known: Parameters, *, one_call: bool = False, hosted: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the parameters of a body, and parts of its tools, that have no effect.
+
+    `one_call`: it asks for one tool call at most; `hosted`: types of tools that are left out. Raises
+    RequestRefused for `known.refused`.
     """
     values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     given = [name for name, value in values.items() if bytes(value) != b"null"]
     refuse({name: True for name in given if name in known.refused}, CHANGES_SAMPLING)
     read = {*known.honoured, *known.checked, *known.neutral}
-    names = [name[:MAX_NAME] for name in given if name not in read][:MAX_NAMES]
+    names = [name for name in given if name not in read]
+    if known.of_tools and "tools" in given:
+        names += sorted(_unread(msgspec.json.decode(values["tools"]), known.of_tools, hosted))
+    names = [name[:MAX_NAME] for name in names][:MAX_NAMES]
     return (*names, *(["parallel_tool_calls"] if one_call else []))
+
+
+def _unread(tools: Iterable[Mapping[str, Any]], read: Sequence[str], hosted: Sequence[str]) -> set[str]:
+    found = set()
+    for tool in tools:
+        inner = tool.get("function")
+        parts = {**tool, **(inner if isinstance(inner, Mapping) else {})}
+        if (kind := tool.get("type")) in hosted:
+            parts = {str(kind): True}
+        found |= {name for name, one in parts.items() if name not in read and one not in ASKS_NOTHING}
+    return {f"tools.{name}" for name in found}
 
 
 def event(data: Any, name: str | None = None) -> bytes:

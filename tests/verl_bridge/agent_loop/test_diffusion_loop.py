@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import episode_with
 from tests.conftest import Load
 from tests.fakes.image_client import LATENTS, ROW, Client, draw
 
 pytestmark = pytest.mark.real_engine
-
-
-@pytest.fixture(autouse=True)
-def training(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "current_attempt", object)
 
 
 def drawn(module: ModuleType, row: dict[str, Any] = ROW, **settings: Any) -> tuple[Any, dict[str, Any]]:
@@ -61,24 +57,23 @@ def test_pictures_that_are_shown_or_scored_later_are_kept(
     assert not any(module.KEPT in row["extra_fields"] for row in rows)
 
 
-def test_validation_has_no_noise_and_one_token(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "current_attempt", lambda: None)
-    output, asked = drawn(module)
+def test_validation_has_no_noise_and_one_token(module: ModuleType) -> None:
+    with episode_with(validates=True):
+        output, asked = drawn(module)
     assert asked["window"] is None
     assert (output.response_ids, output.response_mask, output.response_logprobs) == ([0], [1], [0.0])
     assert list(stored(module, output)) == ["extra_fields"]
 
 
-def test_noise_follows_from_the_place_in_the_data(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_follows_from_the_place_in_the_data(module: ModuleType) -> None:
     def asked(seed: int = 1, **changes: Any) -> dict[str, Any]:
         return drawn(module, {**ROW, **changes}, seed=seed)[1]
 
     assert asked() == asked(uid="b"), "a uid is another one in each run"
     trained = [asked(), asked(global_steps=4), asked(index=6), asked(seed=2)]
-    monkeypatch.setattr(module, "current_attempt", lambda: None)
-    assert len({one["seed"] for one in (asked(), *trained)}) == 5
+    with episode_with(validates=True):
+        validated = asked()
+    assert len({one["seed"] for one in (validated, *trained)}) == 5
 
 
 def test_samples_of_a_prompt_share_a_window(module: ModuleType) -> None:

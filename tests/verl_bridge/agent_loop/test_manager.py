@@ -176,9 +176,9 @@ def test_a_validation_lasts_until_all_workers_have_ended_it(
     """So Ray repeats what a worker that dies has not ended, or ends the run with its error."""
     asked: list[tuple[str, Any]] = []
 
-    def get(calls: list[tuple[str, Any]]) -> list[list[str]]:
+    def get(calls: list[tuple[str, Any]]) -> list[Any]:
         asked.extend(calls)
-        return [[f"episode of {name}"] for name, _ in calls]
+        return [module.Validated([f"episode of {name}"], [f"attempt of {name}"]) for name, _ in calls]
 
     workers = [
         SimpleNamespace(run_validation=SimpleNamespace(remote=lambda part, name=name: (name, part)))
@@ -188,7 +188,8 @@ def test_a_validation_lasts_until_all_workers_have_ended_it(
     monkeypatch.setattr(module.ray, "get", get)
     manager.generate_sequences(SimpleNamespace(chunk=lambda number: ["rows"] * (number - 1)))
     assert asked == [("first", "rows")], "a batch may have fewer prompts than there are workers"
-    assert [manager.take_validated(), manager.take_validated()] == [["episode of first"], []]
+    assert manager.take_validated() == (["episode of first"], ["attempt of first"])
+    assert manager.take_validated() == ([], [])
 
 
 async def test_workers_are_closed_also_if_one_hangs_and_one_is_dead(

@@ -20,6 +20,7 @@ from recipe.async_pipeline.lab.tasks.tokenizer import VOCAB_SIZE, make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import END, NOTED, TOOK_MS, take_turn
 from tests import HANG_S
 from tests.conftest import Load
+from tests.fakes import image_client
 from tests.fakes.environments import Counting
 from tests.verl_bridge.conftest import Smoke
 
@@ -441,11 +442,21 @@ async def test_a_worker_ends_what_its_episodes_share(module: ModuleType, worker_
     writer.close()
 
 
+def validated(load: Load, prompt: dict[str, Any]) -> Any:
+    """Return verl's batch of one prompt of validation."""
+    tensordict = load("verl.utils.tensordict_utils")
+    batch = tensordict.get_tensordict(
+        {name: [value] for name, value in prompt.items() if name != "global_steps"}
+    )
+    tensordict.assign_non_tensor_data(batch, "global_steps", prompt["global_steps"])
+    tensordict.assign_non_tensor_data(batch, "validate", True)
+    return batch
+
+
 async def test_validation_counts_failed_episodes_and_their_ends(
     load: Load, worker_of: WorkerOf, store: Store, response: Callable[..., Any]
 ) -> None:
     """One row for each episode, or the mean would be the one of the episodes that did not fail."""
-    tensordict = load("verl.utils.tensordict_utils")
     begun: list[int] = []
 
     async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
@@ -457,11 +468,9 @@ async def test_validation_counts_failed_episodes_and_their_ends(
 
     changes = {f"{ROLLOUT}.val_kwargs.n": 3, f"{AGENTIC}.attempts": 2, f"{AGENTIC}.failure_reward": -1.0}
     worker = worker_of(play, **changes, **{f"{AGENTIC}.environment": "m:C", f"{AGENTIC}.ends.turns": "score"})
-    rows = {name: [value] for name, value in PROMPT.items() if name != "global_steps"}
-    batch = tensordict.get_tensordict(rows)
-    tensordict.assign_non_tensor_data(batch, "global_steps", 2)
-    tensordict.assign_non_tensor_data(batch, "validate", True)
-    groups = await worker.run_validation(batch)
+    groups, failed = await worker.run_validation(validated(load, PROMPT))
+    assert [(one.episode, one.attempt) for one in failed if one.episode == "a_2"] == [("a_2", 1), ("a_2", 2)]
+    assert len(failed) == 3 and all("ValueError: a tool" in one.why for one in failed)
     assert sorted(begun) == [0, 1, 1, 2, 2] and sorted(store.keys) == ["a_0_0", "a_1_0", "a_2_0"]
     scores = {put["keys"][0]: float(put["fields"]["rm_scores"].sum()) for put in store.puts}
     assert scores == {"a_0_0": -1.0, "a_1_0": 1.0, "a_2_0": -1.0}
@@ -471,6 +480,24 @@ async def test_validation_counts_failed_episodes_and_their_ends(
     assert (found["agentic/episodes"], found["agentic/again"], found["agentic/turns/mean"]) == (3.0, 2.0, 1.0)
 
 
+async def test_images_of_validation_have_no_noise(load: Load, worker_of: WorkerOf, store: Store) -> None:
+    loop = load("recipe.async_pipeline.verl_bridge.agent_loop.diffusion_loop").DiffusionLoop
+    images = image_client.Client()
+
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
+        output = await image_client.response_of(loop, images, row)
+        output.reward_score = 1.0
+        output.extra_fields |= {"min_global_steps": 7, "max_global_steps": 7, "reward_extra_info": {}}
+        return output
+
+    worker = worker_of(play, **{f"{ROLLOUT}.n": 1, f"{ROLLOUT}.val_kwargs.n": 1})
+    await worker.run_group(PROMPT)
+    await worker.run_validation(validated(load, PROMPT))
+    trained, scored = images.asked
+    assert trained["window"] is not None and scored["window"] is None and trained["seed"] != scored["seed"]
+    assert ["latents" in put["fields"].keys() for put in store.puts] == [True, False]
+
+
 async def test_the_counts_of_an_episode_are_kept_once(
     worker_of: WorkerOf, store: Store, response: Callable[..., Any]
 ) -> None:
@@ -478,7 +505,8 @@ async def test_the_counts_of_an_episode_are_kept_once(
         take_turn(1, [(1, 0)], "r", 3, 0.25)
         return [response(), response(**{NOTED: {"params_overridden": 2}, TOOK_MS: [1.5]})]
 
-    group, _ = await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group(PROMPT)
+    group, _ = await worker_of(play, **{f"{ROLLOUT}.n": 1}).run_group({**PROMPT, "data_source": "math"})
+    assert group.source == "math"
     assert store.keys == ["a_0_0", "a_0_1"]
     assert (group.counts, group.took_ms) == ({"params_overridden": 2}, (1.5,))
     assert len({one.env_s for one in group.trajectories}) == 1

@@ -90,6 +90,8 @@ class Group:
     step: int
     trajectories: tuple[Trajectory, ...]
     """At least one, unless there is a flaw."""
+    source: str = ""
+    """The data source of its prompt, as the data names it."""
     flaw: str = ""
     """Why it cannot be trained; empty if it can. The sample store does not hold flawed groups."""
     again: bool = False

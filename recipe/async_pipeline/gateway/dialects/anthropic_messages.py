@@ -43,6 +43,7 @@ PARAMETERS = Parameters(
         "diagnostics",
         "speed",
     ),
+    of_tools=("type", "name", "description", "input_schema", "cache_control"),
 )
 CHOICES, FIELDS = ("auto", "none", "any", "tool"), ("output_config.format", "tool_choice")
 REASONING = ("thinking", "redacted_thinking")

@@ -66,6 +66,7 @@ PARAMETERS = Parameters(
     refused=("audio", "function_call", *CONSTRAINTS),
     neutral=(*NEUTRAL, "prediction"),
     counted=(*SAMPLING, *OF_ENGINES, "reasoning_effort", "verbosity", "web_search_options", "moderation"),
+    of_tools=("type", "function", "name", "description", "parameters", "arguments"),
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

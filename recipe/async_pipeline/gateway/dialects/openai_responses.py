@@ -53,6 +53,7 @@ PARAMETERS = Parameters(
         "access_programs",
         "image",
     ),
+    of_tools=("type", "name", "description", "parameters"),
 )
 TEXTS = ("input_text", "output_text", "text", "refusal")
 IGNORED = ("reasoning",)
@@ -139,15 +140,14 @@ class OpenAIResponses:
         _append(messages, items)
         run_here = [one for one in found.tools or () if one.type not in HOSTED]
         tools = [] if found.tool_choice == "none" else [_tool(one) for one in run_here]
-        given = ignored(body, PARAMETERS, one_call=found.parallel_tool_calls is False)
+        given = ignored(body, PARAMETERS, one_call=found.parallel_tool_calls is False, hosted=HOSTED)
         if found.text is not None and found.text.verbosity is not None:
             given = (*given, "text.verbosity")
-        hosted = [f"tools.{one.type}" for one in found.tools or () if one.type in HOSTED]
         ask = Ask(
             checked(messages),
             tools,
             found.max_output_tokens,
-            overridden=(*given, *hosted),
+            overridden=given,
             form=form_of(schema, call, tools, ("text.format", "tool_choice")),
         )
         kinds = {_name(one): one.type for one in run_here if one.type != FUNCTION}

@@ -21,7 +21,7 @@ from ...config.paths import OWN
 from ...diffusion.seeds import seed_of
 from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE
 from ..workers.diffusion.diffusion_model import CONDITION, Denoising
-from .episodes.episode import change_episode, current_attempt, current_episode
+from .episodes.episode import change_episode, current_episode
 from .row_place import place_of
 from .tokens.partial_rollouts import RecordingClient
 
@@ -87,7 +87,7 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
 
     def _sampling(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         place = (self._seed, int(row["global_steps"]), place_of(row))
-        trained = current_attempt() is not None
+        trained = not current_episode().validates
         window = self._windows.of(seed_of("window", *place), place[1]) if trained else None
         kind = "train" if trained else "val"
         return {

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
-from ...core.groups.items import Group
 from ...core.groups.recall import Recall
 from ...observe.causes import causes
 from ..calls.control_calls import GROUPS
@@ -23,6 +22,7 @@ from ..calls.ray_calls import got
 from ..calls.restartable_actors import restartable
 from ..launch.run_config import open_requests_of
 from ..store.sample_store import WriteShard
+from .episodes.validation import Validated, merged
 from .responses import Answered
 from .worker import GIVE_UP_S, PushAgentLoopWorker
 
@@ -38,7 +38,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
     A worker whose process ends is started again, and repeats its unfinished groups and validation prompts.
     """
 
-    _validated: Sequence[Group] = ()
+    _validated: Sequence[Validated] = ()
     _early: ClassVar[PushAgentLoopManager | None] = None
 
     @classmethod
@@ -77,11 +77,11 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         workers = self.agent_loop_workers
         parts = zip(workers, prompts.chunk(len(workers)), strict=False)
         found = ray.get([worker.run_validation.remote(part) for worker, part in parts])
-        self._validated = [*self._validated, *(one for part in found for one in part)]
+        self._validated = [*self._validated, *found]
 
-    def take_validated(self) -> list[Group]:
-        """Return the episodes that were validated since the last call, each as a group."""
-        found, self._validated = list(self._validated), []
+    def take_validated(self) -> Validated:
+        """Return what was validated since the last call."""
+        found, self._validated = merged(self._validated), []
         return found
 
     def resume(self, checkpoint: Path, shards: Sequence[str], timeout_s: float | None) -> dict[str, int]:

@@ -163,6 +163,7 @@ def finished_group(
         uid=str(prompt["uid"]),
         step=prompt["global_steps"],
         trajectories=tuple(one.trajectory for one in ordered),
+        source=str(prompt.get("data_source") or ""),
         redundant=len(redundant),
         counts=counts,
         took_ms=tuple(took for one in samples for took in one.took_ms),

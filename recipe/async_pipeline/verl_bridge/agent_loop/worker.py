@@ -17,7 +17,6 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from ...agents.episodes import EpisodeRules
 from ...checkpoint.hashed_file import FileEntry
-from ...core.groups.items import Group
 from ...errors import RolloutError
 from .. import replaced
 from ..calls.control_calls import CONTROL, GIVE_UP, ControlCalls, control
@@ -40,7 +39,7 @@ from .episodes.episode import (
 )
 from .episodes.episode_attempts import Episodes
 from .episodes.redundancy import Begun, first_sound
-from .episodes.validation import OpenPrompts, failed_response
+from .episodes.validation import OpenPrompts, Validated, failed_response
 from .responses import (
     Answered,
     GroupInProgress,
@@ -111,10 +110,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """Return where the trainer sends groups without Ray if it is on this host."""
         return await self._direct.address()
 
-    async def run_validation(self, batch: Any) -> list[Group]:
-        """Generate, score and store responses to a batch of verl's, and return their episodes when all of
-        its prompts have ended.
-        """
+    async def run_validation(self, batch: Any) -> Validated:
+        """Generate, score and store responses to a batch of verl's; returns when all prompts have ended."""
         return await self._validated.until_ended(batch["uid"], self.generate_sequences(batch))
 
     async def run_group(self, prompt: dict[str, Any], admitted: int | None = None) -> Answered:
@@ -343,13 +340,15 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 await begin()
 
         key = f"{kwargs['uid']}_{kwargs['session_id']}"
-        flaws = await self._episodes.play(play, key)
-        if not flaws:
-            return
-        logger.warning("validation: %s; it counts as agentic.failure_reward", flaws[0].why)
-        await self._agent_loop_postprocess(
-            failed_response(self.tokenizer, self._episodes.limits.failure_reward), True, **kwargs
-        )
+        # Agent loops are not told by verl.
+        with episode_with(validates=True):
+            flaws = await self._episodes.play(play, key, self._validated.attempt_failed)
+            if not flaws:
+                return
+            logger.warning("validation: %s; it counts as agentic.failure_reward", flaws[0].why)
+            await self._agent_loop_postprocess(
+                failed_response(self.tokenizer, self._episodes.limits.failure_reward), True, **kwargs
+            )
         self._validated.failed(f"{key}_0", self._episodes.limits.failure_reward, attempts[-1])
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -370,10 +369,9 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             change_episode(times=times_of(turns, episode.began))
             if attempt is not None and turns:
                 change_episode(waits=waits_of(turns, episode.began, ended, attempt.waited_s))
-        with episode_with(validates=validate):
-            diffusion_loop.take_columns(outputs)
-            with stored_sessions.stored_by(self._store_trajectories):
-                await super()._agent_loop_postprocess(output, validate, **kwargs)
+        diffusion_loop.take_columns(outputs)
+        with stored_sessions.stored_by(self._store_trajectories):
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
         if cost is not None:
             cost["score_s"] = time.perf_counter() - ended
 

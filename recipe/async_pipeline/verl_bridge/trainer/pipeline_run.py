@@ -302,6 +302,12 @@ class PipelineRun:
         self.folder.repeat_rows(self.trackers)
 
         self.accounts = StepAccountant()
+        self._keep_output = self.observers.guard(
+            "the output of agents",
+            AgentOutputFolder(self.folder.path).add,
+            lost=f"without further files in {FOLDER}/",
+            attempts=FILE_ATTEMPTS,
+        )
         self.generation = self._new_generation(agent_loop_manager)
         self.report = self._new_report()
         self.checkpointing = self._new_checkpointing(agent_loop_manager)
@@ -324,12 +330,7 @@ class PipelineRun:
             reward_workers=lambda: self.verl.reward_loop_manager.reward_loop_workers,
             served=lambda: self.publisher.served,
             note=lambda event, **fields: self._note("generate", event, **fields),
-            keep_output=self.observers.guard(
-                "the output of agents",
-                AgentOutputFolder(self.folder.path).add,
-                lost=f"without further files in {FOLDER}/",
-                attempts=FILE_ATTEMPTS,
-            ),
+            keep_output=self._keep_output,
         )
 
     def _new_report(self) -> StepReport:
@@ -537,7 +538,10 @@ class PipelineRun:
         async with self.rollout_pool.weights("validation"):
             started = time.perf_counter()
             metrics = await self.calls(self.stages.at(version)._validate)
-        episodes = metrics_of(self.verl.agent_loop_manager.take_validated())
+        validated = self.verl.agent_loop_manager.take_validated()
+        if validated.failed:
+            await self.calls(self._keep_output, version, validated.failed)
+        episodes = metrics_of(validated.episodes)
         metrics |= {f"async_pipeline/validation/{name}": value for name, value in episodes.items()}
         seconds = time.perf_counter() - started
         await self.report.log_validation(version, metrics, seconds)

@@ -10,19 +10,16 @@ import pytest
 
 from recipe.async_pipeline.lab.bench.measuring import spans
 from recipe.async_pipeline.lab.bench.measuring.spans import SPANS_DIR, read_spans
-from tests.conftest import Load
 from tests.fakes.image_client import ROW, Client, draw
 
 pytestmark = pytest.mark.real_engine
 
 
 def test_an_image_has_spans_and_the_number_of_its_sample(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Load
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spans.of_this_job.cache_clear()
     monkeypatch.setenv(SPANS_DIR, str(tmp_path))
-    own = load("recipe.async_pipeline.verl_bridge.agent_loop.diffusion_loop")
-    monkeypatch.setattr(own, "current_attempt", object)
     output = draw(module.ImageLoop, Client(), {**ROW, "session_id": 3})
     assert output.extra_fields["session"] == 3 and len(output.response_ids) == 3
     assert sorted(one.name for one in read_spans(tmp_path)) == ["episode", "generate"]

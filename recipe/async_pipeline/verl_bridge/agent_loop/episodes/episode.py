@@ -189,7 +189,6 @@ class Episode:
     admitted: int | None = None
     """The version with which its group began: a replica that serves an older one refuses its requests."""
     attempt: Attempt | None = None
-    """None in validation, which does not repeat episodes."""
     flaws: list[Flaw] | None = None
     """What is wrong with its response; None in validation, where every response passes."""
     turns: list[ResponseTurn] | None = None
@@ -203,7 +202,7 @@ class Episode:
     waits: tuple[float, float] | None = None
     """See `version_spans.waits_of`."""
     validates: bool = False
-    """verl's scoring does not pass on that it is one of validation."""
+    """verl passes it on neither to agent loops nor to scoring."""
     store: Store | None = None
     """Takes its trajectories in place of TransferQueue."""
     columns: Sequence[Mapping[str, torch.Tensor]] = ()
@@ -219,7 +218,7 @@ def current_episode() -> Episode:
 
 
 def current_attempt() -> Attempt | None:
-    """Return the attempt of this task; None in validation."""
+    """Return the attempt of this task; None outside of an episode."""
     return _EPISODE.get().attempt
 
 

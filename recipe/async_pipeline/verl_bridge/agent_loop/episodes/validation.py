@@ -12,14 +12,15 @@ it, validation would measure the episodes that did not fail.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from ....core.groups.items import Group, Trajectory
+from ....observe.run_directory.agent_output import FailedAttempt
 from ..responses import reward_of
 from ..tokens.version_spans import TURNS
 from .episode import Attempt
@@ -28,18 +29,25 @@ PARTITION = "val"
 """verl's partition of the sample store for validation."""
 
 
+class Validated(NamedTuple):
+    """What became of prompts that were validated."""
+
+    episodes: list[Group]
+    """Each as a group."""
+    failed: list[FailedAttempt]
+
+
 class OpenPrompts:
     """Prompts of this process that are validated."""
 
     def __init__(self) -> None:
         self._ends: dict[str, asyncio.Future[None]] = {}
-        self._episodes: dict[str, list[Group]] = {}
+        self._found: dict[str, Validated] = {}
 
-    async def until_ended(self, uids: Collection[str], begin: Awaitable[object]) -> list[Group]:
+    async def until_ended(self, uids: Collection[str], begin: Awaitable[object]) -> Validated:
         """Await `begin`, which starts a task for each prompt, and the ends of these tasks.
 
-        Returns their episodes, each as a group. Removes what an earlier process has stored for the prompts.
-        Raises the first error of a task.
+        Removes what an earlier process has stored for the prompts. Raises the first error of a task.
         """
         await _clear_responses(uids)
         loop = asyncio.get_running_loop()
@@ -49,10 +57,10 @@ class OpenPrompts:
             await begin
             await asyncio.gather(*ends.values())
         finally:
-            found = [one for uid in uids for one in self._episodes.pop(uid, ())]
+            found = [self._found.pop(uid) for uid in uids if uid in self._found]
             for uid in uids:
                 self._ends.pop(uid, None)
-        return found
+        return merged(found)
 
     def note(self, key: str, rows: Sequence[Mapping[str, Any]], attempt: Attempt) -> None:
         """Note an episode, whose last response has this key. `rows`: the fields of its responses."""
@@ -63,6 +71,13 @@ class OpenPrompts:
     def failed(self, key: str, reward: float, attempt: Attempt) -> None:
         """Note an episode that failed in this attempt, its last one, and counts with this reward."""
         self._note(key, attempt, reward, None)
+
+    def attempt_failed(self, attempt: FailedAttempt) -> None:
+        """Note an attempt at an episode."""
+        self._of(attempt.episode).failed.append(attempt)
+
+    def _of(self, key: str) -> Validated:
+        return self._found.setdefault(key.split("_")[0], Validated([], []))
 
     def _note(self, key: str, attempt: Attempt, reward: float | None, turns: int | None) -> None:
         episode = Trajectory(
@@ -76,7 +91,7 @@ class OpenPrompts:
             attempts=attempt.number,
         )
         group = Group(uid=key, step=0, trajectories=(episode,), counts=attempt.counts)
-        self._episodes.setdefault(key.split("_")[0], []).append(group)
+        self._of(key).episodes.append(group)
 
     @contextmanager
     def answering(self, uid: str) -> Iterator[None]:
@@ -94,6 +109,15 @@ class OpenPrompts:
                     end.set_result(None)
                 else:
                     end.set_exception(raised)
+
+
+def merged(parts: Iterable[Validated]) -> Validated:
+    """Return parts of a validation as one."""
+    found = Validated([], [])
+    for one in parts:
+        found.episodes.extend(one.episodes)
+        found.failed.extend(one.failed)
+    return found
 
 
 def failed_response(tokenizer: Any, reward: float) -> AgentLoopOutput:

@@ -18,7 +18,7 @@ from typing import Any
 
 import transfer_queue as tq
 
-from ....agents.episodes import FAILURES, explain_rows, metrics_of
+from ....agents.episodes import FAILURES, explain_rows, metrics_by_source, metrics_of
 from ....core.groups.bad_data import BadData, is_round, skipped_update
 from ....core.groups.items import StepBatch
 from ....core.schedule import Schedule
@@ -184,6 +184,7 @@ class StepReport:
 
     def _pipeline_metrics(self, batch: StepBatch, facts: Mapping[str, float]) -> dict[str, Any]:
         found: dict[str, Any] = {**facts, **self._bad_data.metrics(), **metrics_of(batch.groups)}
+        found |= metrics_by_source(batch.groups)
         found["sample_store/rows"] = float(self._meters.stored() + batch.num_trajectories)
         found["observers/off"] = float(len(self._observers.off))
         rows = None if self._rows_explained else explain_rows(found)
