@@ -70,7 +70,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
             f"trainer.resume_mode must be one of {', '.join(MODES)}, got {mode!r}; auto is the default"
         )
 
-    if mode == "resume_path" and not (isinstance(path, str) and Path(path).expanduser().is_dir()):
+    if mode == "resume_path" and not isinstance(path, str):
         raise ConfigError(
             "trainer.resume_from_path must be a folder global_step_N with resume_mode=resume_path, got "
             f"{path!r}; set it"

@@ -51,11 +51,21 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def nearest(name: str, known: Iterable[object], cutoff: float = 0.6) -> str | None:
     """Return the known name that a name resembles most, by at least `cutoff`, or None.
 
-    Names that differ in upper and lower case only are equal.
+    Names that differ in upper and lower case only are equal. Names with another word are not misspelled:
+    `max_obs_length` is not `max_prompt_length`.
     """
-    by_lower = {str(one).lower(): str(one) for one in known}
-    close = difflib.get_close_matches(str(name).lower(), sorted(by_lower), n=1, cutoff=cutoff)
-    return by_lower[close[0]] if close else None
+    wanted, by_lower = str(name).lower(), {str(one).lower(): str(one) for one in known}
+    close = difflib.get_close_matches(wanted, sorted(by_lower), n=3, cutoff=cutoff)
+    return next((by_lower[one] for one in close if _has_words_of(wanted, one)), None)
+
+
+def _has_words_of(name: str, other: str) -> bool:
+    """Return whether each word of a name may be meant for the one of another name, if they are as many."""
+    words, others = name.split("_"), other.split("_")
+    return len(words) != len(others) or all(
+        one.startswith(two) or two.startswith(one) or difflib.get_close_matches(one, [two], cutoff=0.5)
+        for one, two in zip(words, others, strict=True)
+    )
 
 
 def hint(name: str, known: Iterable[object], cutoff: float = 0.6) -> str:

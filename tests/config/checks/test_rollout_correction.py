@@ -47,7 +47,7 @@ def test_names_load_without_torch() -> None:
 
 
 TIS = [(f"{POLICY_LOSS}.loss_mode", "tis")]
-KNOWN = ("vanilla", "gspo", "dro", "tis")
+KNOWN = ("vanilla", "gspo", "dro", "tis", "bypass_mode")
 
 
 @cases_of("loss")
@@ -114,9 +114,9 @@ def test_a_loss_without_a_ratio_does_not_correct(mode: str) -> None:
 
 
 def test_an_estimator_that_verl_does_not_have() -> None:
-    check_estimator(nested({ESTIMATOR: "grpo"}), ("gae", "grpo"))
+    check_estimator(nested({ESTIMATOR: "grpo"}), ("gae", "grpo", "remax"))
     with pytest.raises(ConfigError) as caught:
-        check_estimator(nested({ESTIMATOR: "grppo"}), ("gae", "grpo"))
+        check_estimator(nested({ESTIMATOR: "grppo"}), ("gae", "grpo", "remax"))
     assert str(caught.value) == (
         f"{ESTIMATOR} must be one of gae, grpo, got 'grppo' (did you mean 'grpo'?); correct it"
     )

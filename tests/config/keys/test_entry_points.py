@@ -129,6 +129,24 @@ def test_the_size_of_a_step_is_needed() -> None:
     assert "needs the size of a step" in problem
 
 
+@pytest.mark.parametrize(
+    ("section", "values", "problem"),
+    [
+        (8, {}, ""),
+        (2, {f"{ROLLOUT}.n_gpus_per_node": 2}, ""),
+        (4, {}, f"rollout.n_gpus_per_node must be {ROLLOUT}.n_gpus_per_node=2, got 4; keep one of them"),
+    ],
+    ids=["default", "equal", "different"],
+)
+def test_a_pool_that_main_ppos_keys_describe_is_kept(
+    section: int, values: dict[str, Any], problem: str
+) -> None:
+    pool = {f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 2}
+    found = rewritten(nested({"rollout.n_gpus_per_node": section, **pool}), ONE_STEP_OFF)
+    sizes = {path: value for path, value in found.values.items() if path.startswith(ROLLOUT)}
+    assert (sizes, found.problems) == (values, (problem,) if problem else ())
+
+
 def test_one_step_off_and_dapo() -> None:
     found = rewritten(nested({"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}), ONE_STEP_OFF)
     assert found.values == {

@@ -34,7 +34,7 @@ def test_a_key_that_the_config_lacks() -> None:
     )
     loss = "actor_rollout_ref.actor.policy_loss.tis_upper_bound"  # this package's, in a section of verl
     assert unknown_key(loss, fixed=True).endswith(f"check its spelling, or write +{loss}=... to add it")
-    assert unknown_key("max_turns", read=False).endswith(f"leave it out, or set {OWN}.agentic.max_turns")
+    assert unknown_key("max_turns", read=False).endswith(f"leave it out, or set ++{OWN}.agentic.max_turns")
 
 
 @pytest.mark.parametrize("path", [path for path in knob_paths() if path.count(".") < 2])

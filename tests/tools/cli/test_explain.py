@@ -232,6 +232,13 @@ def test_warnings_about_the_machine_come_after_the_problems(
     assert warning.startswith("WARNING: on this machine TMPDIR must have at most 39 bytes, got 100: ")
 
 
+def test_verls_own_trainer_is_not_planned_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMOKE, "trainer.v1.trainer_mode=separate_async"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "+async_pipeline=True is assumed; without it, verl's separate_async runs\n"
+    )
+
+
 def test_problems_of_other_entry_points_and_of_old_keys_are_listed_with_the_rest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -97,6 +97,18 @@ def test_models_of_the_hub_are_left_to_it_unless_it_is_off(
     assert not problems(there)
 
 
+def test_a_checkpoint_to_resume_from_exists_or_is_elsewhere(
+    launch: ModuleType, smoke: Smoke, tmp_path: Path
+) -> None:
+    changes = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "none")}
+    with pytest.raises(ConfigError, match="resume_from_path must be an existing folder global_step_N, got "):
+        launch.checked(smoke(changes))
+    absent = list[str]()
+    launch.checked(smoke(changes), absent=absent)
+    assert any(line.startswith(f"trainer.resume_from_path={tmp_path}") for line in absent)
+    launch.checked(smoke({**changes, "trainer.resume_from_path": str(tmp_path)}))
+
+
 def test_the_engine_allows_no_longer_responses_than_the_data(launch: ModuleType, smoke: Smoke) -> None:
     launch.checked(smoke({f"{ROLLOUT}.response_length": 3}))
     with pytest.raises(

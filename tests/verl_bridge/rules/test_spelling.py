@@ -85,6 +85,7 @@ ROLL = "actor_rollout_ref.rollout.agent.activate_rudder"
 
 def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
     words = [f"+{ROLL}=True", "++data.rudder_angle=1", "+rudder.angle=2", "data.seed=1"]
+    words += ["+async_flow.staleness=2"]  # which `translate` knows
     rest, notes = module.without_unread(words)
     assert rest == words[1:], "the class of the section would refuse it"
     why = "because no code of verl reads it"
@@ -92,6 +93,7 @@ def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
         f"ignored: {ROLL}, {why}",
         f"ignored: data.rudder_angle, {why}, unless yours does",
         f"ignored: rudder.angle, {why}, unless yours does",
+        f"ignored: async_flow.staleness, {why}, unless yours does",
     )
 
 

@@ -17,6 +17,8 @@ from .refusals import Refusal, Settings, any_of, must_be_on, must_be_one_of, num
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
 ESTIMATOR = "algorithm.adv_estimator"
+UNUSABLE = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators of verl that need more than its V1 trainer computes."""
 SPLITS = ("advantage", "score")
 RATIO_LEVELS = ("token", "sequence")
 IS_LEVELS = ("token", "sequence")
@@ -213,11 +215,11 @@ def check_loss_parameters(section: Mapping[str, Any]) -> None:
 
 def check_estimator(config: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises ConfigError unless `known`, verl's registry, has the estimator of advantages."""
-    name = select(config, ESTIMATOR)
+    name, usable = select(config, ESTIMATOR), sorted({*known} - {*UNUSABLE})
     if name not in known:
         raise ConfigError(
-            f"{ESTIMATOR} must be one of {', '.join(sorted(known))}, got {name!r}"
-            f"{hint(str(name), known)}; correct it"
+            f"{ESTIMATOR} must be one of {', '.join(usable)}, got {name!r}{hint(str(name), usable)}; "
+            "correct it"
         )
 
 
@@ -229,16 +231,18 @@ def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None
     section = select(config, POLICY_LOSS) or {}
     check_loss_parameters(section)
     mode = section.get("loss_mode")
-    refuse(BEFORE_NAMES, Settings(config))
+    at = Settings(config)
+    refuse(BEFORE_NAMES, at)
     if known is not None and mode not in known:
+        usable = sorted({*known} - (set() if _bypassed(at) else {CORRECTING_LOSS}))
         raise ConfigError(
-            f"{POLICY_LOSS}.loss_mode must be one of {', '.join(sorted(known))}, got "
-            f"{mode!r}{hint(str(mode), known)}; correct it"
+            f"{POLICY_LOSS}.loss_mode must be one of {', '.join(usable)}, got "
+            f"{mode!r}{hint(str(mode), usable)}; correct it"
         )
 
-    refuse(LOSS_ROWS, Settings(config))
+    refuse(LOSS_ROWS, at)
     _require_known_keys(select(config, CORRECTION) or {})
-    refuse(CORRECTION_ROWS, Settings(config))
+    refuse(CORRECTION_ROWS, at)
 
 
 def _require_known_keys(section: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from .refusals import (
     whole,
     whole_or_none,
 )
+from .rollout_correction import UNUSABLE
 from .training_engine import OTHERS, SHARDED
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
@@ -229,8 +230,8 @@ RULES: tuple[Refusal, ...] = (
 ESTIMATORS: tuple[Refusal, ...] = (
     Refusal(
         _ESTIMATOR,
-        other_than("remax", "optimal_token_baseline", "tir_optimal_token_baseline"),
-        "must need only what verl's V1 trainer computes: no greedy answers, no sum_pi_squared",
+        other_than(*UNUSABLE),
+        "must need neither greedy answers nor sum_pi_squared, which verl's V1 trainer does not compute",
         "use rloo, for example",
     ),
     Refusal(

@@ -192,11 +192,24 @@ def _total_steps(value: Any, document: Document) -> Outcome:
     return Outcome("set", {"trainer.total_training_steps": steps}, f"trainer.total_training_steps={steps}")
 
 
+def _of_the_pool(name: str, default: int) -> EntryPointKey:
+    """Return a size of the rollout's pool, whose default gives way to main_ppo's key."""
+    path, own = f"rollout.{name}", f"{_ROLLOUT}.{name}"
+
+    def rule(value: Any, document: Document) -> Outcome:
+        _COUNT.check(value)
+        given = select(document, own) if select(document, f"{_ROLLOUT}.nnodes") else None
+        if not isinstance(given, int) or given == value:
+            return Outcome("set", {own: value})
+        if value != default:
+            raise WrongValue(f"must be {own}={given}, got {value}; keep one of them")
+        return Outcome("nothing to do", text=f"ignored: {own}={given} is set")
+
+    return EntryPointKey(path, rule, default)
+
+
 _OFF = "leave it out: this package's pools are fixed sets of devices"
-_POOL = (
-    EntryPointKey("rollout.nnodes", to(f"{_ROLLOUT}.nnodes", takes=_COUNT)),
-    EntryPointKey("rollout.n_gpus_per_node", to(f"{_ROLLOUT}.n_gpus_per_node", takes=_COUNT)),
-)
+_POOL = (_of_the_pool("nnodes", 1), _of_the_pool("n_gpus_per_node", 8))
 _TRANSFER = EntryPointKey(
     f"{_ROLLOUT}.checkpoint_engine.backend",
     to(f"{_ROLLOUT}.checkpoint_engine.backend", as_=lambda value: "dual_buffer"),

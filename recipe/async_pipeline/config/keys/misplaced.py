@@ -83,7 +83,8 @@ def reject_in_place(path: str, value: Any, raw: Mapping[str, Any]) -> None:
     verls = [p for p, v in walk(raw) if isinstance(value, Mapping) and isinstance(v, Mapping) and p != path]
     more = [p for p in verls if p.rpartition(".")[2] == name and p not in places]
     raise ConfigError(
-        f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join([*places, *more])}"
+        f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join([*places, *more])}, with "
+        "++ if this config has no such key"
     )
 
 
@@ -159,7 +160,9 @@ def unknown_key(path: str, near: str | None = None, *, read: bool = True, fixed:
     if not path.startswith(f"{OWN}."):
         places = _places().get(path.rpartition(".")[2], ())
         if places and path not in places:
-            return f"{path} is not a key of this config; leave it out, or set {' or '.join(places)}"
+            return f"{path} is not a key of this config; leave it out, or set ++{' or ++'.join(places)}"
+        if path.partition(".")[0] in (ASYNC_TRAINING, "rollout") and not places:
+            return f"{path} is not a key of this config, and not supported; leave it out"
         if fixed and not places:
             return f"{path} is not a key of this config, nor of its section's class; leave it out"
         if not (read or places):

@@ -15,6 +15,7 @@ from ...config.keys.entry_points import EntryPoint, entry_of_command
 from ...config.keys.misplaced import SWITCHES
 from ...config.keys.older_verl import modernised
 from ...config.keys.overrides import quote_names
+from ...config.paths import MODE
 from ...console import echo
 from ...errors import ConfigError
 from ...installed.engines import installed
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     entry = entry_of_command(args.config_name, args.overrides)
+    named = entry is not None and args.config_name.removesuffix(".yaml") in entry.configs
     args.overrides, moved, wrong = modernised(args.overrides, has_key)
     if entry is not None:
         args.config_path, args.config_name, args.overrides = _of_entry_point(entry, args)
@@ -83,18 +85,14 @@ def run(args: argparse.Namespace) -> int:
         config, problems = composed(args.config_path, args.config_name, overrides)
     except ConfigError as error:
         raise ConfigError(*error.problems, *wrong) from None
-    if all(OmegaConf.select(config, path) is None for path in SWITCHES):
-        # `explain` implies the switch: the plan is about the pipeline.
-        overrides = ["+async_pipeline=True", *overrides]
-        OmegaConf.update(config, "async_pipeline", True, force_add=True)
+    overrides, assumed = _with_switch(config, overrides)
+    moved = (*assumed, *moved)
 
     rewriting: tuple[str, ...] = ()
     if entry is not None:
         translated, unsupported = apply_entry_point(config, entry)
-        rewriting = (
-            f"start it as before, python -m {entry.module}, and add +async_pipeline=True",
-            *translated,
-        )
+        start = "start it as before," if named else "keys of another entry point: start"
+        rewriting = (f"{start} python -m {entry.module}, and add +async_pipeline=True", *translated)
         problems += unsupported
     rewriting = (*rewriting, *moved)
     found = _checked_elsewhere((*problems, *wrong), config, rewriting)
@@ -117,6 +115,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     echo("\n".join((*notes, *describe_plan(plan))))
     return 0
+
+
+def _with_switch(config: DictConfig, overrides: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Switch the pipeline on in a config and its overrides, since the plan is about it.
+
+    Returns the overrides, and a note if the user has chosen another trainer.
+    """
+    if any(OmegaConf.select(config, path) is not None for path in SWITCHES):
+        return overrides, ()
+    OmegaConf.update(config, "async_pipeline", True, force_add=True)
+    chosen, verls = any(word.startswith(f"{MODE}=") for word in overrides), OmegaConf.select(config, MODE)
+    note = f"+async_pipeline=True is assumed; without it, verl's {verls} runs"
+    return ["+async_pipeline=True", *overrides], (note,) if chosen else ()
 
 
 def _checked_elsewhere(problems: tuple[str, ...], config: DictConfig, notes: tuple[str, ...]) -> Checked:

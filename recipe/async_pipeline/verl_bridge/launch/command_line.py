@@ -104,9 +104,10 @@ def _with_choices(
 
 
 def _unknown(path: str, overrides: list[str]) -> str:
-    near = near_key(path)
-    given = near is not None and sets(overrides, f"{path.rpartition('.')[0]}.{near}".lstrip("."))
-    return unknown_key(path, None if given else near, read=is_read(path), fixed=takes_no(path))
+    near = near_key(path) or ""
+    section = "" if "." in near else path.rpartition(".")[0]
+    given = bool(near) and sets(overrides, f"{section}.{near}".lstrip("."))
+    return unknown_key(path, None if given or not near else near, read=is_read(path), fixed=takes_no(path))
 
 
 def _has(config: Any, path: str) -> bool:

@@ -55,6 +55,7 @@ def faults(
     if not images:
         yield from _faults_of_tokenizer(config)
     yield from _faults_of_trackers(config)
+    yield from _faults_of_checkpoint(config)
     yield from _faults_of_folders(config)
     yield from _faults_of_engine(config, critic=critic)
 
@@ -85,6 +86,8 @@ def _faults_of_engine(config: Mapping[str, Any], *, critic: bool) -> Iterator[In
 def _faults_of_optimizer(config: Mapping[str, Any], section: str) -> Iterator[InputFault]:
     """Check the class that verl's FSDP imports; of torch, it is looked up in the source."""
     module, name = (str(select(config, f"{section}.{key}")) for key in ("optimizer_impl", "optimizer"))
+    if select(config, f"{section}.optimizer_impl") is None:
+        return  # the section of another engine
     package = find_spec(module.partition(".")[0])
     if package is None:
         yield InputFault(
@@ -168,6 +171,15 @@ def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:
 
 
 # Folders.
+
+
+def _faults_of_checkpoint(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    path = select(config, "trainer.resume_from_path")
+    if select(config, "trainer.resume_mode") == "resume_path" and not Path(str(path)).expanduser().is_dir():
+        yield InputFault(
+            f"trainer.resume_from_path must be an existing folder global_step_N, got {path!r}; correct it",
+            f"trainer.resume_from_path={path}, which is not on this machine",
+        )
 
 
 def _faults_of_folders(config: Mapping[str, Any]) -> Iterator[InputFault]:

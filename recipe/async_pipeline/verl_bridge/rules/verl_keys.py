@@ -11,7 +11,7 @@ from typing import Any
 
 from ...config.keys.misplaced import ALIKE
 from ...config.keys.without_effect import without_effect
-from ...config.paths import OWN, nearest, select
+from ...config.paths import OWN, nearest
 from ...errors import PatchError
 from ...installed.verl import find_verl_root, has, keys_of_tree
 from ..launch.run_config import INIT
@@ -56,16 +56,21 @@ def _words_below(root: Path) -> frozenset[bytes]:
 
 
 def near_key(path: str) -> str | None:
-    """Return the key in verl's section that the last part of a path resembles, or None."""
+    """Return the key of verl that a path resembles: its name, or all of it if a section is misspelled."""
     if path.startswith(f"{OWN}."):
         return None
-    parent, _, name = path.rpartition(".")
-    sections = [select(tree, parent) if parent else tree for tree in verl_trees().values()]
-    known = {
-        str(key)
-        for section in sections
-        if isinstance(section, Mapping)
-        for key, value in section.items()
-        if not isinstance(value, Mapping)
-    }
-    return nearest(name, known, ALIKE)
+    *sections, last = path.split(".")
+    nodes: list[Mapping[str, Any]] = list(verl_trees().values())
+    found = list[str]()
+    for name in sections:
+        inner = {key for node in nodes for key, value in node.items() if isinstance(value, Mapping)}
+        if (near := name if name in inner else nearest(name, inner, ALIKE)) is None:
+            return None
+        found.append(near)
+        nodes = [node[near] for node in nodes if isinstance(node.get(near), Mapping)]
+    known = {str(key) for node in nodes for key, value in node.items() if not isinstance(value, Mapping)}
+    if found != sections and last in known:
+        return ".".join([*found, last])
+    if (near := nearest(last, known, ALIKE)) is None:
+        return None
+    return near if found == sections else ".".join([*found, near])

@@ -40,7 +40,8 @@ def set_attention(config: DictConfig, described: Mapping[str, Any]) -> str | Non
     ):
         return None
     # verl's own attention for models of pictures and for shared sequences calls flash-attn in any case.
-    users = [f"{path}={size}" for path in ULYSSES if (size := OmegaConf.select(config, path)) != 1]
+    sizes = {path: OmegaConf.select(config, path) for path in ULYSSES}
+    users = [f"{path}={size}" for path, size in sizes.items() if size not in (None, 1)]
     if "vision_config" in described:
         users.append("a model of pictures")
     if limit := described.get(LIMIT):  # which sdpa ignores

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A name is offered for a misspelled one, and not for one that means something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipe.async_pipeline.config.paths import nearest
+
+KNOWN = ("max_prompt_length", "ppo_mini_batch_size", "gpu_memory_utilization", "nnodes", "bypass_mode")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("max_promt_lenght", "max_prompt_length"),
+        ("MAX_PROMPT_LENGTH", "max_prompt_length"),
+        ("ppo_minibatch_size", "ppo_mini_batch_size"),
+        ("gpu_memory_util", "gpu_memory_utilization"),
+        ("nodes", "nnodes"),
+        ("bypas_mode", "bypass_mode"),
+        ("max_obs_length", None),
+        ("max_start_length", None),
+        ("traj_mini_batch_size", None),
+        ("ppo_micro_batch_size", None),
+    ],
+)
+def test_a_misspelled_name_resembles_each_word_of_the_known_one(name: str, near: str | None) -> None:
+    assert nearest(name, KNOWN) == near
