@@ -13,12 +13,17 @@ from recipe.async_pipeline.config.paths import nested
 from recipe.async_pipeline.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 APPLIES: dict[str, Any] = {
     f"{ACTOR}.strategy": "fsdp2",
     "critic.strategy": "megatron",
     "critic.optim.lr_decay_style": "WSD",
     "algorithm.kl_ctrl.type": "adaptive",
+    "reward.reward_manager.name": "dapo",
+    f"{OVERLONG}.enable": True,
+    f"{OVERLONG}.len": 512,
+    "data.max_response_length": 512,
 }
 WRONG: tuple[tuple[str, Any, str], ...] = (
     (f"{ACTOR}.kl_loss_type", "k5", "must be one of kl, k1, "),
@@ -40,6 +45,8 @@ WRONG: tuple[tuple[str, Any, str], ...] = (
     ("critic.fsdp.mixed_precision.reduce_dtype", "fp8", "must be one of fp32, "),
     (f"{ACTOR}.entropy_coeff", None, "must be a number, got None"),
     (ATTENTION, "flash", "must be one of eager, sdpa, "),
+    (f"{OVERLONG}.len", 513, "must be from 1 to reward.reward_kwargs.max_resp_len, "),
+    (f"{OVERLONG}.len", None, "must be from 1 to "),
     ("algorithm.gamma", 99, "must be a number from 0 to 1, got 99"),
     ("algorithm.kl_ctrl.target_kl", 0, "must be a number > 0 with kl_ctrl.type=adaptive, got 0"),
     ("trainer.test_freq", None, "must be a whole number, got None; -1 validates at the start only"),

@@ -57,6 +57,7 @@ WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FSDP = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+_OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _DEFAULT = "leave it out for verl's default"
 
 
@@ -155,7 +156,22 @@ def _serves_fewer_tokens(at: Settings) -> bool:
     return at[f"{_ROLLOUT}.name"] == "vllm" and whole(tokens) and whole(slots) and bool(tokens < slots)
 
 
+def _is_no_penalty(at: Settings) -> bool:
+    """Return whether DAPO's reward manager would refuse the length of its penalty, in a worker."""
+    length, longest = at[f"{_OVERLONG}.len"], at["reward.reward_kwargs.max_resp_len"]
+    longest = longest or at["data.max_response_length"]
+    used = at[f"{_OVERLONG}.enable"] and at["reward.reward_manager.name"] == "dapo"
+    return bool(used) and not (whole(length) and whole(longest) and 0 < length <= longest)
+
+
 VALUES: tuple[Refusal, ...] = (
+    Refusal(
+        f"{_OVERLONG}.len",
+        never,
+        "must be from 1 to reward.reward_kwargs.max_resp_len, by default data.max_response_length",
+        "lower it",
+        when=_is_no_penalty,
+    ),
     _one_of(f"{ACTOR}.kl_loss_type", KL, "low_var_kl is verl's default"),
     _one_of("algorithm.kl_penalty", KL, "kl is verl's default"),
     _one_of("algorithm.kl_ctrl.type", KL_CONTROLLERS, "fixed is verl's default"),

@@ -404,7 +404,12 @@ def _reward_model(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 def _longest_response(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Give DAPO's penalty of long responses the length that verl's entry point for DAPO gave it."""
-    if not select(raw, f"{_OVERLONG}.enable") or select(raw, _LONGEST) is not None:
+    if not select(raw, f"{_OVERLONG}.enable"):
+        return {}
+    manager = "reward.reward_manager"
+    if select(raw, f"{manager}.source") == "register" and select(raw, f"{manager}.name") != "dapo":
+        return {f"{_OVERLONG}.enable": (False, f"only {manager}.name=dapo reads it")}
+    if select(raw, _LONGEST) is not None:
         return {}
     return {_LONGEST: (select(raw, "data.max_response_length"), f"{_OVERLONG} is enabled")}
 
