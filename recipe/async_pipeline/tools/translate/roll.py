@@ -174,8 +174,10 @@ def _mini_batch(value: Any, document: Document) -> Outcome:
         )
     samples = per_device * whole(document, f"{arguments}.gradient_accumulation_steps", 1)
     samples *= nodes * each // model
-    prompts = min(max(1, samples // responses_per_prompt(document)), prompts_per_step(document))
-    text = f"{samples} samples of an optimizer step are {prompts} groups"
+    wanted, step = max(1, samples // responses_per_prompt(document)), prompts_per_step(document)
+    prompts = min(wanted, step)
+    text = f"{samples} samples of an optimizer step are {wanted} groups"
+    text += f"; a step has {step}, which are one update" if wanted > step else ""
     return Outcome("set", {f"{_ACTOR}.ppo_mini_batch_size": prompts}, text)
 
 
