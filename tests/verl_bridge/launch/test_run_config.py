@@ -27,7 +27,7 @@ def test_knobs_and_run_state_are_read_from_a_prepared_config(
     knobs, runtime = module.knobs_of(config), module.runtime_of(config)
     assert (knobs.weight_sync.verify_tensors, knobs.run_dir) == (4, "mine")
     assert (runtime.run_dir.name, runtime.run_dir.is_absolute()) == ("mine", True)
-    assert (runtime.started_unix, runtime.old_logp, runtime.resume_from) == (1234.5, "trainer", None)
+    assert (runtime.started_unix, runtime.old_logp, runtime.resume_from) == (1234.5, "update", None)
     assert [pool.name for pool in runtime.placement.pools] == ["train", "generate"]
 
 

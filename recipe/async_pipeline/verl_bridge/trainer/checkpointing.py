@@ -144,9 +144,10 @@ class Checkpointing:
             passes = full or getattr(cause_of(error), "errno", None) in MAY_PASS
             if not passes or step == self._schedule.last_step:
                 raise
+            lacks = "has no checkpoint, because the disk is full"  # the soak waits for this line
             say(
-                f"step {step} has no checkpoint, because the disk {'is full' if full else 'fails'}; those "
-                f"before stay, and another step is tried soon: {one_line(error)}"
+                f"step {step} {lacks if full else lacks.replace('is full', 'fails')}; those before stay, and "
+                f"another step is tried soon: {one_line(error)}"
             )
             return False
         # It is published: what happens here ends no run.
