@@ -228,6 +228,9 @@ class SGLang:
         return output
 
     def shutdown(self) -> None:
+        # It looks every second whether a process has ended, and ends this one if so.
+        if (watchdog := self._engine.tokenizer_manager._subprocess_watchdog) is not None:
+            watchdog.stop()
         # SGLang ends all processes at once and waits for each; one whose parent, the fork server, has ended
         # before it may never be reaped.
         for child in active_children():
