@@ -175,10 +175,8 @@ def _mini_batch(value: Any, document: Document) -> Outcome:
     samples = per_device * whole(document, f"{arguments}.gradient_accumulation_steps", 1)
     samples *= nodes * each // model
     wanted, step = max(1, samples // responses_per_prompt(document)), prompts_per_step(document)
-    prompts = min(wanted, step)
-    text = f"{samples} samples of an optimizer step are {wanted} groups"
-    text += f"; a step has {step}, which are one update" if wanted > step else ""
-    return Outcome("set", {f"{_ACTOR}.ppo_mini_batch_size": prompts}, text)
+    text = f"{samples} samples of an optimizer step are {wanted} groups, of the {step} of a step"
+    return Outcome("set", {f"{_ACTOR}.ppo_mini_batch_size": min(wanted, step)}, text)
 
 
 def _per_node(document: Document) -> int:

@@ -29,8 +29,8 @@ PLAIN = ("trainer",)
 """Sections without a dataclass, of which verl's configuration has all keys."""
 READ_BY_NAME = ("", "actor_rollout_ref", "data", *PLAIN)
 """Sections without a dataclass that verl passes to nothing as a whole."""
-TRANSLATED = Path(__file__).parents[2] / "tools" / "translate"
-"""Names keys of other systems, which no run reads."""
+TOOLS = Path(__file__).parents[2] / "tools"
+"""It names keys of other systems, which no run reads."""
 CHECKED_ELSEWHERE = (POLICY_LOSS,)
 """Sections that have keys of this package too."""
 
@@ -134,7 +134,7 @@ def _read(names: Collection[str], words: Iterable[str]) -> set[str]:
         return set(names)
     texts = [word.partition("=")[2] for word in words if "${" in word]
     package = Path(__file__).parents[2]
-    files = (file for file in package.rglob("*.py") if TRANSLATED not in file.parents)
+    files = (file for file in package.rglob("*.py") if TOOLS not in file.parents)
     own = (file.read_text(encoding="utf-8") for file in files)
     return {*names} - unread | {name for text in chain(texts, own) for name in unread if name in text}
 
