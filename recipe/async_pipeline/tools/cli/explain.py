@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     entry = entry_of_command(args.config_name, args.overrides)
     named = entry is not None and args.config_name.removesuffix(".yaml") in entry.configs
-    args.overrides, moved, wrong = modernised(args.overrides, has_key)
+    given = args.overrides
+    args.overrides, moved, wrong = modernised(given, has_key)
     if entry is not None:
         args.config_path, args.config_name, args.overrides = _of_entry_point(entry, args)
     elif args.config_path is not None and not args.config_path.is_dir():
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         config, problems = composed(args.config_path, args.config_name, overrides)
     except ConfigError as error:
         raise ConfigError(*error.problems, *wrong) from None
-    overrides, assumed = _with_switch(config, overrides)
+    overrides, assumed = _with_switch(config, overrides, given)
     moved = (*assumed, *moved)
 
     rewriting: tuple[str, ...] = ()
@@ -117,17 +118,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_switch(config: DictConfig, overrides: list[str]) -> tuple[list[str], tuple[str, ...]]:
+def _with_switch(
+    config: DictConfig, overrides: list[str], given: list[str]
+) -> tuple[list[str], tuple[str, ...]]:
     """Switch the pipeline on in a config and its overrides, since the plan is about it.
 
-    Returns the overrides, and a note if the user has chosen another trainer.
+    Returns the overrides, and a note if the `given` ones choose another trainer.
     """
     if any(OmegaConf.select(config, path) is not None for path in SWITCHES):
         return overrides, ()
     OmegaConf.update(config, "async_pipeline", True, force_add=True)
-    chosen, verls = any(word.startswith(f"{MODE}=") for word in overrides), OmegaConf.select(config, MODE)
-    note = f"+async_pipeline=True is assumed; without it, verl's {verls} runs"
-    return ["+async_pipeline=True", *overrides], (note,) if chosen else ()
+    verls = [word.partition("=")[2] for word in given if word.startswith(f"{MODE}=")]
+    notes = (f"+async_pipeline=True is assumed; without it, verl's {verl} runs" for verl in verls)
+    return ["+async_pipeline=True", *overrides], tuple(notes)
 
 
 def _checked_elsewhere(problems: tuple[str, ...], config: DictConfig, notes: tuple[str, ...]) -> Checked:
