@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import re
 import shlex
@@ -36,7 +37,7 @@ from .processes.output_log import OutputLog
 from .processes.sandbox import Sandbox
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-TASK_FILE, HIDDEN_FILE = "task.json", "verify.json"
+TASK_FILE = "task.json"
 NO_MODULES_OF_AGENTS = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
 """Has Python find no modules in the folder in which it runs."""
 
@@ -160,7 +161,8 @@ class CommandRunner:
             reached["ASYNC_PIPELINE_CONTROL_KEY"] = policy.control_key
         if policy.unix_socket is not None:
             reached["ASYNC_PIPELINE_UNIX_SOCKET"] = policy.unix_socket
-        env = environment({**_variables(folder, TASK_FILE), **self._spec.env, **reached})
+        reached["ASYNC_PIPELINE_TASK"] = str(folder.path / TASK_FILE)
+        env = environment({**_home(folder), **self._spec.env, **reached})
         shown = () if policy.unix_socket is None else (policy.unix_socket,)
         mounts = self._spec.mounts(self._command, [folder.path], shown)
         finished = await run_command(self._command, folder.path, env, log, self.left, mounts)
@@ -169,10 +171,8 @@ class CommandRunner:
         return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
 
 
-def _variables(folder: Folder, file: str) -> dict[str, str]:
-    """Return the variables that name a folder and the task in it."""
-    where = str(folder.path)
-    return {"ASYNC_PIPELINE_TASK": str(folder.path / file), "HOME": where, "TMPDIR": where}
+def _home(folder: Folder) -> dict[str, str]:
+    return {"HOME": str(folder.path), "TMPDIR": str(folder.path)}
 
 
 async def verified(
@@ -189,15 +189,15 @@ async def verified(
     assert spec.verify is not None
     if folder.path == Path():
         await folder.make(TASK_FILE, task.shown)
-    # What the agent has written must not decide what runs here, or where the ground truth is written.
+    # Agents of other episodes, which may have the same task, must not find the ground truth in a file.
+    in_memory = {"ASYNC_PIPELINE_TASK": json.dumps({**task.shown, **task.hidden}, ensure_ascii=False)}
+    # What the agent has written must not decide what runs here.
     with Folder() as own:
-        await own.make(HIDDEN_FILE, {**task.shown, **task.hidden})
-        own_variables = _variables(own, HIDDEN_FILE)
-        env = environment({**NO_MODULES_OF_AGENTS, **own_variables, **spec.env})
-        env["ASYNC_PIPELINE_TASK"] = own_variables["ASYNC_PIPELINE_TASK"]
+        await own.make()
+        env = environment({**NO_MODULES_OF_AGENTS, **_home(own), **spec.env})
         command = shlex.split(spec.verify)
         mounts = spec.mounts(command, [folder.path, own.path])
-        finished: Finished = await run_command(command, folder.path, env, log, left, mounts)
+        finished: Finished = await run_command(command, folder.path, env, log, left, mounts, in_memory)
     if finished.status != 0:
         raise EnvironmentFailed(f"verify: {finished.describe()}")
     reward = reward_of((finished.last_object() or {}).get("reward"), EnvironmentFailed)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def searched(secret: str, where: str, hidden: Sandbox | None) -> bool:
 
 @pytest.fixture
 def other_episode() -> Iterator[None]:
-    """Another episode, which is being verified, and a process with its key and the token of a worker."""
+    """Another episode, and a process with its key and the token of a worker."""
     variables = {"OPENAI_API_KEY": "others-key", "HF_TOKEN": "workers-token"}
     folder, loop = Folder(), asyncio.new_event_loop()
 
@@ -68,7 +69,7 @@ def other_episode() -> Iterator[None]:
         await asyncio.get_running_loop().shutdown_default_executor()
 
     with subprocess.Popen(["sleep", "600"], env=variables) as process:
-        loop.run_until_complete(folder.make("verify.json", {**OTHERS.shown, **OTHERS.hidden}))
+        loop.run_until_complete(folder.make("task.json", OTHERS.shown))
         yield
         process.kill()
         loop.run_until_complete(remove())
@@ -80,17 +81,43 @@ def other_episode() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("secret", "where"),
     [
-        ("others-truth", f"{tempfile.gettempdir()}/{PREFIX}*/*"),
         ("others-task", f"{tempfile.gettempdir()}/{PREFIX}*/*"),
         ("others-key", "/proc/*/environ"),
         ("workers-token", "/proc/*/environ"),
-        ("others-truth", f"/proc/*/root{tempfile.gettempdir()}/{PREFIX}*/*"),
+        ("others-task", f"/proc/*/root{tempfile.gettempdir()}/{PREFIX}*/*"),
     ],
 )
 def test_what_belongs_to_others_cannot_be_read(
     other_episode: None, secret: str, where: str, is_on: bool
 ) -> None:
     assert searched(secret, where, Sandbox.of(()) if is_on else None) is not is_on
+
+
+def test_no_file_has_the_ground_truth(tmp_path: Path) -> None:
+    """While the other episode is being verified, and without a sandbox."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    held = os.open(gate, os.O_RDWR)
+    judge = (
+        "import json, os, sys; task = json.load(open(os.environ['ASYNC_PIPELINE_TASK'])); "
+        "open(sys.argv[1] + '.reached', 'w'); open(sys.argv[1]).read(); "
+        "print(json.dumps({'reward': float(task['truth'] == 'others-truth')}))"
+    )
+
+    async def verify() -> float:
+        spec = AgentSpec(agent="true", verify=f"{python(judge)} {gate}")
+        with Folder() as folder:
+            return await verified(spec, folder, OTHERS)
+
+    with ThreadPoolExecutor() as pool:
+        reward = pool.submit(lambda: asyncio.run(asyncio.wait_for(verify(), HANG_S)))
+        try:
+            until(lambda: reward.done() or gate.with_name("gate.reached").exists(), "the judge has its task")
+            found = searched("others-truth", f"{tempfile.gettempdir()}/{PREFIX}*/*", None)
+        finally:
+            os.close(held)
+        assert not found
+        assert reward.result() == 1.0
 
 
 @works

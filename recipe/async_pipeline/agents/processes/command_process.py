@@ -108,10 +108,19 @@ def execute(spec: Mapping[str, Any]) -> None:
     """Replace this process by the command. Exits if it cannot be started."""
     try:
         os.chdir(spec["cwd"])
-        os.execvpe(spec["command"][0], spec["command"], spec["env"])
+        in_memory = {name: file_in_memory(text) for name, text in spec.get("in_memory", {}).items()}
+        os.execvpe(spec["command"][0], spec["command"], {**spec["env"], **in_memory})
     except OSError as error:
         os.write(2, f"{spec['command'][0]}: {error.strerror}\n".encode())
         os._exit(NOT_STARTED)
+
+
+def file_in_memory(text: str) -> str:
+    """Return the path of a file that has no name in any folder: a descriptor of this process."""
+    descriptor = os.memfd_create("file", 0)
+    with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+        file.write(text)
+    return f"/dev/fd/{descriptor}"
 
 
 def new_namespaces() -> None:
