@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from ..core.waits.threads import in_new_thread
 from ..errors import AgentFailed, ConfigError, EnvironmentFailed
@@ -78,10 +79,14 @@ class AgentSpec:
     """In which the commands run."""
 
     def mounts(
-        self, command: Sequence[str], writable: Iterable[Path], shown: Iterable[str] = ()
+        self,
+        command: Sequence[str],
+        writable: Iterable[Path],
+        shown: Iterable[str] = (),
+        reached: Iterable[str] = (),
     ) -> Mapping[str, Sequence[str]] | None:
         """Return the mounts of a command, or None without a sandbox; see `Sandbox.mounts`."""
-        return None if self.sandbox is None else self.sandbox.mounts(command, writable, shown)
+        return None if self.sandbox is None else self.sandbox.mounts(command, writable, shown, reached)
 
 
 class Runner(Protocol):
@@ -151,10 +156,14 @@ class CommandRunner:
     ) -> float | None:
         """See `Runner`."""
         await folder.make(TASK_FILE, task.shown)
+        sandbox, gateway = self._spec.sandbox, urlsplit(policy.base_url)
+        base_url = policy.base_url
+        if sandbox is not None and sandbox.offline:
+            base_url = gateway._replace(netloc=f"127.0.0.1:{gateway.port}").geturl()
         reached = {
-            "OPENAI_BASE_URL": policy.base_url,
+            "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": policy.api_key,
-            "ANTHROPIC_BASE_URL": policy.base_url.removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": policy.api_key,
         }
         if policy.control_key is not None:
@@ -164,7 +173,7 @@ class CommandRunner:
         reached["ASYNC_PIPELINE_TASK"] = str(folder.path / TASK_FILE)
         env = environment({**_home(folder), **self._spec.env, **reached})
         shown = () if policy.unix_socket is None else (policy.unix_socket,)
-        mounts = self._spec.mounts(self._command, [folder.path], shown)
+        mounts = self._spec.mounts(self._command, [folder.path], shown, [gateway.netloc])
         finished = await run_command(self._command, folder.path, env, log, self.left, mounts)
         if finished.status != 0:
             raise AgentFailed(finished.describe())

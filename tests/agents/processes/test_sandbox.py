@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -44,11 +46,11 @@ def python(code: str) -> str:
     return shlex.join([sys.executable, "-I", "-c", code])
 
 
-def played(agent: str, hidden: Sandbox | None, **env: str) -> float | None:
+def played(agent: str, hidden: Sandbox | None, policy: Policy = POLICY, **env: str) -> float | None:
     async def episode() -> float | None:
         spec = AgentSpec(agent=agent, env=env, sandbox=hidden)
         with Folder() as folder:
-            return await runner_of(spec).run(Task({}, {}), POLICY, folder)
+            return await runner_of(spec).run(Task({}, {}), policy, folder)
 
     return asyncio.run(asyncio.wait_for(episode(), HANG_S))
 
@@ -280,6 +282,54 @@ def test_the_unix_socket_of_the_gateway_is_reached(tmp_path: Path) -> None:
         assert asyncio.run(asyncio.wait_for(episode(), HANG_S)) == 1.0
 
 
+CONNECTS = """
+import json, os, socket, urllib.request
+body = os.environ["BODY_BYTES"].encode()
+answer = urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/models", body).read()
+assert answer == b"x" * int(body), len(answer)
+try:
+    socket.create_connection(("127.0.0.1", int(os.environ["OTHER_PORT"])))
+    reached = 1.0
+except OSError:
+    reached = 0.0
+print(json.dumps({"reward": reached}))
+"""
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A gateway that answers with as many bytes as it is asked for."""
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"x" * int(body))
+
+
+@works
+@pytest.mark.parametrize("is_on", [True, False], ids=["offline", "without"])
+def test_an_agent_that_is_offline_reaches_the_gateway_only(is_on: bool) -> None:
+    """Here, the gateway listens on another address than 127.0.0.1."""
+    with (
+        ThreadingHTTPServer(("127.0.0.2", 0), Answers) as gateway,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        thread = threading.Thread(target=gateway.serve_forever)
+        thread.start()
+        try:
+            reward = played(
+                python(CONNECTS),
+                Sandbox.of((), offline=True) if is_on else None,
+                Policy(f"http://127.0.0.2:{gateway.server_port}/v1", "sk-model-own"),
+                OTHER_PORT=str(other.getsockname()[1]),
+                BODY_BYTES=str(1 << 22),
+            )
+        finally:
+            gateway.shutdown()
+            thread.join()
+    assert reward == (0.0 if is_on else 1.0)
+
+
 def test_secrets_of_the_user_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
@@ -301,9 +351,9 @@ def test_a_machine_without_a_sandbox_gives_the_reason(monkeypatch: pytest.Monkey
 def test_a_command_without_its_sandbox_does_not_run() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import command_process as process\n"
-        "def refuse(): raise OSError(1, 'unshare: not permitted')\n"
+        "def refuse(further): raise OSError(1, 'unshare: not permitted')\n"
         "process.new_namespaces = refuse\n"
-        "process.run({'command': ['echo', 'ran'], 'cwd': '/', 'env': {}, 'mounts': {}})"
+        "process.run({'command': ['echo', 'ran'], 'cwd': '/', 'env': {}, 'mounts': {}}, None)"
     )
     command = [sys.executable, "-c", code, os.path.dirname(sandbox.__file__)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)

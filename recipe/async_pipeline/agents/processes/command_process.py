@@ -18,24 +18,33 @@ If it gets `mounts` too (`sandbox.Sandbox.mounts`), the command is in a sandbox,
 The kernel kills all its processes when init ends, which nothing inside can kill or trace. The mounts cannot
 be undone: nothing inside has a capability, and further namespaces inherit the mounts as one.
 
+If the mounts have `reached`, addresses, it also has its own network, where 127.0.0.1 has the ports of these
+addresses and nothing else. It sends their sockets to the guard, which passes connections on.
+
 The guard is run as a file and imports the standard library only: an episode should not pay for more.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
+import socket
+import struct
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 _SET_PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 _NEW_NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000
 """Of mounts, IPC, users and processes."""
+_NEW_NETWORK, _SET_INTERFACE_FLAGS, _INTERFACE_UP = 0x40000000, 0x8914, 1
 _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _RDONLY = 442, -100, 0x8000, 1
 _CAPABILITY_VERSION = 0x20080522
@@ -54,11 +63,15 @@ def main(arguments: list[str]) -> int:
     lifeline, report = map(int, arguments)
     spec = json.load(sys.stdin)
     adopt_orphans()
+    reached = (spec.get("mounts") or {}).get("reached") or []
+    here, there = socket.socketpair()
     command = os.fork()
     if command == 0:
         os.close(lifeline)
         os.close(report)
-        run(spec)
+        run(spec, there)
+    there.close()
+    start_thread(forward, here, reached)
 
     try:
         os.setpgid(command, command)
@@ -81,8 +94,11 @@ def adopt_orphans() -> None:
         _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
-def run(spec: Mapping[str, Any]) -> None:
-    """Replace this process by the command, or by the init of its sandbox. Exits if it cannot be started."""
+def run(spec: Mapping[str, Any], guard: socket.socket) -> None:
+    """Replace this process by the command, or by the init of its sandbox. Exits if it cannot be started.
+
+    `guard` gets the sockets of the addresses that it reaches.
+    """
     if sys.platform == "linux":
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
         _prctl(_SET_NO_NEW_PRIVS, 1)
@@ -91,7 +107,10 @@ def run(spec: Mapping[str, Any]) -> None:
     if spec.get("mounts") is None:
         execute(spec)
     try:
-        new_namespaces()
+        reached = spec["mounts"].get("reached")
+        new_namespaces(0 if reached is None else _NEW_NETWORK)
+        if reached is not None:
+            listen(reached, guard)
         init = os.fork()
         if init == 0:
             _prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -123,10 +142,10 @@ def file_in_memory(text: str) -> str:
     return f"/dev/fd/{descriptor}"
 
 
-def new_namespaces() -> None:
+def new_namespaces(further: int = 0) -> None:
     """Put this process and its children into new namespaces, with the same user. Raises OSError."""
     user, group = os.geteuid(), os.getegid()
-    _call("unshare", _NEW_NAMESPACES)
+    _call("unshare", _NEW_NAMESPACES | further)
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {user} 1"),
@@ -134,6 +153,56 @@ def new_namespaces() -> None:
     ):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
+
+
+def listen(addresses: list[str], guard: socket.socket) -> None:
+    """Listen on the ports of addresses, in a network that is new, for the guard. Raises OSError."""
+    with socket.socket() as control:
+        flags = struct.pack("16sh22x", b"lo", _INTERFACE_UP)
+        fcntl.ioctl(control, _SET_INTERFACE_FLAGS, flags)
+    for address in addresses:
+        with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as listening:
+            socket.send_fds(guard, [b"."], [listening.fileno()])
+
+
+def forward(sockets: socket.socket, addresses: list[str]) -> None:
+    """Receive a listening socket for each address; pass on connections until the process ends."""
+    for address in addresses:
+        _, received, _, _ = socket.recv_fds(sockets, 1, 1)
+        for descriptor in received:  # none if the command could not be started
+            start_thread(accept, socket.socket(fileno=descriptor), address)
+
+
+def accept(listening: socket.socket, address: str) -> None:
+    """Accept connections, and pass them on to an address."""
+    host, _, port = address.rpartition(":")
+    while True:
+        client, _ = listening.accept()
+        try:
+            server = socket.create_connection((host.strip("[]"), int(port)))
+        except OSError:
+            client.close()
+            continue
+        start_thread(pass_on, client, server)
+        start_thread(pass_on, server, client)
+
+
+def pass_on(source: socket.socket, target: socket.socket) -> None:
+    """Pass on what arrives until its end, which is passed on too."""
+    try:
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        # One side is gone, and the other must learn of it.
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def start_thread(function: Callable[..., None], *arguments: Any) -> None:
+    """Start a thread that ends with the process."""
+    threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
 def hide(mounts: Mapping[str, list[str]]) -> None:

@@ -456,10 +456,11 @@ def test_commands_are_in_a_sandbox_where_there_is_one(
         with pytest.raises(EnvironmentFailed, match="No such file"):
             reward()
 
-    monkeypatch.setattr(module, "reason_without", lambda: "not permitted")
+    monkeypatch.setattr(module, "reason_without", lambda *_: "not permitted")
     assert reward() == 1.0 and "without a sandbox (not permitted)" in caplog.text
-    with pytest.raises(ConfigError, match=r"sandbox=on requires a sandbox on .*, got none \(not permitted\)"):
-        reward(sandbox="on")
+    for value in ("on", "offline"):
+        with pytest.raises(ConfigError, match=rf"sandbox={value} requires .*, got none \(not permitted\)"):
+            reward(sandbox=value)
 
 
 async def rewards_itself(task: dict[str, Any], policy: Policy) -> float:

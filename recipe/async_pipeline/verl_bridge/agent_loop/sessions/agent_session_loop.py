@@ -158,15 +158,16 @@ def sandbox_of(config: DictConfig, knobs: AgenticConfig) -> Sandbox | None:
     """
     if not knobs.has_commands or knobs.sandbox == "off":
         return None
-    if reason := reason_without():
-        if knobs.sandbox == "on":
+    offline = knobs.sandbox == "offline"
+    if reason := reason_without(offline):
+        if knobs.sandbox != "auto":
             raise ConfigError(
-                f"{knobs.PATH}.sandbox=on requires a sandbox on {platform.node()}, got none ({reason}); see "
-                "docs/agents.md, Sandbox, or set it to auto or off"
+                f"{knobs.PATH}.sandbox={knobs.sandbox} requires a sandbox on {platform.node()}, got none "
+                f"({reason}); see docs/agents.md, Sandbox, or set it to auto or off"
             )
         logger.warning("agents run without a sandbox (%s); see docs/agents.md, Sandbox", reason)
         return None
-    return Sandbox.of(hidden_paths(partial(OmegaConf.select, config), knobs))
+    return Sandbox.of(hidden_paths(partial(OmegaConf.select, config), knobs), offline)
 
 
 def setup_of(config: DictConfig) -> SessionSetup:
