@@ -5,16 +5,77 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....errors import RequestRefused
 from ....gateway.turns import ANY_TOOL, Form
 
-CALLS: Mapping[str, tuple[str, str, str]] = {
-    "hermes": ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
+
+class CallFormat(NamedTuple):
+    """How a family of models writes calls of tools."""
+
+    before: str
+    """Before the name of a tool."""
+    between: str
+    """Between its name and its arguments."""
+    after: str
+    """After its arguments."""
+    opening: str = ""
+    """Before all calls."""
+    closing: str = ""
+    """After all calls."""
+    separator: str = "\n"
+    """Between two calls."""
+    style: str = "json"
+    """XGrammar's name for the form of the arguments."""
+    numbered: str = ""
+    """What follows the number of a call, if `between` has one after it."""
+
+
+CALLS: Mapping[str, CallFormat] = {
+    "hermes": CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+    "qwen3_coder": CallFormat(
+        "<tool_call>\n<function=", ">\n", "\n</function>\n</tool_call>", style="qwen_xml"
+    ),
+    "seed": CallFormat(
+        "<seed:tool_call>\n<function=", ">\n", "\n</function>\n</seed:tool_call>", style="qwen_xml"
+    ),
+    "glm": CallFormat("<tool_call>", "", "</tool_call>", style="glm_xml"),
+    "minimax": CallFormat(
+        '<invoke name="',
+        '">\n',
+        "</invoke>\n",
+        opening="<minimax:tool_call>\n",
+        closing="</minimax:tool_call>",
+        separator="",
+        style="minimax_xml",
+    ),
+    "deepseek_v4": CallFormat(
+        '<｜DSML｜invoke name="',
+        '">\n',
+        "</｜DSML｜invoke>\n",
+        opening="\n\n<｜DSML｜tool_calls>\n",
+        closing="</｜DSML｜tool_calls>",
+        separator="",
+        style="deepseek_xml",
+    ),
+    "kimi": CallFormat(
+        "<|tool_call_begin|>functions.",
+        ":",
+        "<|tool_call_end|>",
+        opening="<|tool_calls_section_begin|>",
+        closing="<|tool_calls_section_end|>",
+        separator="",
+        numbered="<|tool_call_argument_begin|>",
+    ),
+    "gpt-oss": CallFormat(
+        "<|channel|>commentary to=functions.",
+        " <|constrain|>json<|message|>",
+        "<|call|>",
+        separator="<|start|>assistant",
+    ),
 }
-"""What is before the name of a tool, between it and its arguments, and after them, by the names of verl's
-parsers. The arguments are JSON."""
+"""By the names of verl's parsers. XGrammar has no form for the arguments of the others."""
 
 
 def structured(form: Form, tool_format: str | None) -> dict[str, str]:
@@ -37,24 +98,40 @@ def structured(form: Form, tool_format: str | None) -> dict[str, str]:
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": either})}
 
 
-def _calls(form: Form, marks: tuple[str, str, str]) -> dict[str, Any]:
+def _calls(form: Form, marks: CallFormat) -> dict[str, Any]:
     """Return the form of one or more calls of the tools that may be called."""
-    before, between, after = marks
     functions = [one["function"] for one in form.tools]
     tags = [
         {
-            "begin": f"{before}{json.dumps(one['name'], ensure_ascii=False)}{between}",
-            "content": {"type": "json_schema", "json_schema": one["parameters"]},
-            "end": after,
+            "type": "tag",
+            "begin": f"{marks.before}{json.dumps(one['name'], ensure_ascii=False)[1:-1]}{marks.between}",
+            "content": _arguments(one["parameters"], marks),
+            "end": marks.after,
         }
         for one in functions
         if form.call in (None, ANY_TOOL, one["name"])
     ]
-    return {
+    calls = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": "\n",
+        "separator": marks.separator,
         "at_least_one": True,
         # A tool that is named is called once.
         "stop_after_first": bool(form.call),
+    }
+    if not marks.opening:
+        return calls
+    return {"type": "tag", "begin": marks.opening, "content": calls, "end": marks.closing}
+
+
+def _arguments(schema: Mapping[str, Any], marks: CallFormat) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
+    if marks.style != "json":
+        arguments["style"] = marks.style
+    if not marks.numbered:
+        return arguments
+    number = {"type": "regex", "pattern": "[0-9]+"}
+    return {
+        "type": "sequence",
+        "elements": [number, {"type": "const_string", "value": marks.numbered}, arguments],
     }
