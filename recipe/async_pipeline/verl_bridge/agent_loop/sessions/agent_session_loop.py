@@ -12,6 +12,7 @@ the row of the last answer of the main one is scored.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import platform
 import time
@@ -102,6 +103,7 @@ class SessionSetup:
             self.sessions,
             claims=claims,
         ).app
+        self._is_local = ipaddress.ip_address(gateway.host).is_loopback
         self._make_server = partial(GatewayServer, app, gateway.unix_dir, gateway.host)
         self._server: GatewayServer | None = None
         self._starting = asyncio.Lock()
@@ -122,6 +124,8 @@ class SessionSetup:
                 except BaseException:
                     await server.stop()
                     raise
+                if not self._is_local:
+                    logger.warning("agents on other hosts reach the gateway at %s, unencrypted", server.url)
                 self._server = server
         return self._server
 
