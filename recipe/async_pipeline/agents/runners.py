@@ -24,7 +24,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -77,16 +77,6 @@ class AgentSpec:
     """Further variables of the commands."""
     sandbox: Sandbox | None = None
     """In which the commands run."""
-
-    def mounts(
-        self,
-        command: Sequence[str],
-        writable: Iterable[Path],
-        shown: Iterable[str] = (),
-        reached: Iterable[str] = (),
-    ) -> Mapping[str, Sequence[str]] | None:
-        """Return the mounts of a command, or None without a sandbox; see `Sandbox.mounts`."""
-        return None if self.sandbox is None else self.sandbox.mounts(command, writable, shown, reached)
 
 
 class Runner(Protocol):
@@ -156,10 +146,12 @@ class CommandRunner:
     ) -> float | None:
         """See `Runner`."""
         await folder.make(TASK_FILE, task.shown)
-        sandbox, gateway = self._spec.sandbox, urlsplit(policy.base_url)
-        base_url = policy.base_url
-        if sandbox is not None and sandbox.offline:
-            base_url = gateway._replace(netloc=f"127.0.0.1:{gateway.port}").geturl()
+        gateway, base_url, mounts = urlsplit(policy.base_url), policy.base_url, None
+        if (sandbox := self._spec.sandbox) is not None:
+            shown = () if policy.unix_socket is None else (policy.unix_socket,)
+            mounts = sandbox.mounts(self._command, [folder.path], shown, gateway.netloc)
+            if sandbox.offline:
+                base_url = gateway._replace(netloc=f"127.0.0.1:{gateway.port}").geturl()
         reached = {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": policy.api_key,
@@ -172,8 +164,6 @@ class CommandRunner:
             reached["ASYNC_PIPELINE_UNIX_SOCKET"] = policy.unix_socket
         reached["ASYNC_PIPELINE_TASK"] = str(folder.path / TASK_FILE)
         env = environment({**_home(folder), **self._spec.env, **reached})
-        shown = () if policy.unix_socket is None else (policy.unix_socket,)
-        mounts = self._spec.mounts(self._command, [folder.path], shown, [gateway.netloc])
         finished = await run_command(self._command, folder.path, env, log, self.left, mounts)
         if finished.status != 0:
             raise AgentFailed(finished.describe())
@@ -205,7 +195,7 @@ async def verified(
         await own.make()
         env = environment({**NO_MODULES_OF_AGENTS, **_home(own), **spec.env})
         command = shlex.split(spec.verify)
-        mounts = spec.mounts(command, [folder.path, own.path])
+        mounts = None if spec.sandbox is None else spec.sandbox.mounts(command, [folder.path, own.path])
         finished: Finished = await run_command(command, folder.path, env, log, left, mounts, in_memory)
     if finished.status != 0:
         raise EnvironmentFailed(f"verify: {finished.describe()}")

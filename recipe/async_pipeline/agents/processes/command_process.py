@@ -18,8 +18,8 @@ If it gets `mounts` too (`sandbox.Sandbox.mounts`), the command is in a sandbox,
 The kernel kills all its processes when init ends, which nothing inside can kill or trace. The mounts cannot
 be undone: nothing inside has a capability, and further namespaces inherit the mounts as one.
 
-If the mounts have `reached`, addresses, it also has its own network, where 127.0.0.1 has the ports of these
-addresses and nothing else. It sends their sockets to the guard, which passes connections on.
+If the mounts have `gateway`, an address or nothing, it also has its own network, where 127.0.0.1 has the port
+of that address and nothing else. It sends the listening socket to the guard, which passes connections on.
 
 The guard is run as a file and imports the standard library only: an episode should not pay for more.
 """
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     lifeline, report = map(int, arguments)
     spec = json.load(sys.stdin)
     adopt_orphans()
-    reached = (spec.get("mounts") or {}).get("reached") or []
+    gateway = (spec.get("mounts") or {}).get("gateway")
     here, there = socket.socketpair()
     command = os.fork()
     if command == 0:
@@ -71,7 +71,8 @@ def main(arguments: list[str]) -> int:
         os.close(report)
         run(spec, there)
     there.close()
-    start_thread(forward, here, reached)
+    if gateway:
+        start_thread(forward, here, gateway)
 
     try:
         os.setpgid(command, command)
@@ -95,10 +96,7 @@ def adopt_orphans() -> None:
 
 
 def run(spec: Mapping[str, Any], guard: socket.socket) -> None:
-    """Replace this process by the command, or by the init of its sandbox. Exits if it cannot be started.
-
-    `guard` gets the sockets of the addresses that it reaches.
-    """
+    """Replace this process by the command, or by the init of its sandbox. Exits if it cannot be started."""
     if sys.platform == "linux":
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
         _prctl(_SET_NO_NEW_PRIVS, 1)
@@ -107,10 +105,10 @@ def run(spec: Mapping[str, Any], guard: socket.socket) -> None:
     if spec.get("mounts") is None:
         execute(spec)
     try:
-        reached = spec["mounts"].get("reached")
-        new_namespaces(0 if reached is None else _NEW_NETWORK)
-        if reached is not None:
-            listen(reached, guard)
+        gateway = spec["mounts"].get("gateway")
+        new_namespaces(0 if gateway is None else _NEW_NETWORK)
+        if gateway:
+            listen(gateway, guard)
         init = os.fork()
         if init == 0:
             _prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -155,27 +153,22 @@ def new_namespaces(further: int = 0) -> None:
             file.write(text)
 
 
-def listen(addresses: list[str], guard: socket.socket) -> None:
-    """Listen on the ports of addresses, in a network that is new, for the guard. Raises OSError."""
-    with socket.socket() as control:
-        flags = struct.pack("16sh22x", b"lo", _INTERFACE_UP)
-        fcntl.ioctl(control, _SET_INTERFACE_FLAGS, flags)
-    for address in addresses:
-        with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as listening:
-            socket.send_fds(guard, [b"."], [listening.fileno()])
+def listen(address: str, guard: socket.socket) -> None:
+    """Have the guard listen on the port of an address, in a network that is new. Raises OSError."""
+    with socket.socket() as listening:
+        fcntl.ioctl(listening, _SET_INTERFACE_FLAGS, struct.pack("16sh22x", b"lo", _INTERFACE_UP))
+        listening.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        listening.listen()
+        socket.send_fds(guard, [b"."], [listening.fileno()])
 
 
-def forward(sockets: socket.socket, addresses: list[str]) -> None:
-    """Receive a listening socket for each address; pass on connections until the process ends."""
-    for address in addresses:
-        _, received, _, _ = socket.recv_fds(sockets, 1, 1)
-        for descriptor in received:  # none if the command could not be started
-            start_thread(accept, socket.socket(fileno=descriptor), address)
-
-
-def accept(listening: socket.socket, address: str) -> None:
-    """Accept connections, and pass them on to an address."""
+def forward(command: socket.socket, address: str) -> None:
+    """Receive the socket that listens in the command's network, and pass connections on to an address."""
     host, _, port = address.rpartition(":")
+    _, received, _, _ = socket.recv_fds(command, 1, 1)
+    if not received:
+        return  # there is no sandbox
+    listening = socket.socket(fileno=received[0])
     while True:
         client, _ = listening.accept()
         try:

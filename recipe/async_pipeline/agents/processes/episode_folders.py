@@ -41,10 +41,7 @@ class Folder:
         self._making: asyncio.Future[None] | None = None
 
     async def make(self, name: str | None = None, content: Mapping[str, Any] | None = None) -> None:
-        """Make it, with an object in a file, if there is a name for it.
-
-        The first one of a process also deletes the abandoned ones.
-        """
+        """Make it, with an object in a named file. The first of a process also deletes abandoned ones."""
         text = json.dumps(content, ensure_ascii=False)
         self._making = asyncio.get_running_loop().run_in_executor(None, self._make, name, text)
         # A thread cannot be stopped: the folder is deleted when it has been made.

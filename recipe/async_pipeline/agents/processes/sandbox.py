@@ -42,7 +42,7 @@ class Sandbox:
     hidden: tuple[str, ...]
     """Absolute paths, without links."""
     offline: bool = False
-    """Whether they have no network but the addresses that they are given."""
+    """Whether they have no network but the gateway."""
 
     @classmethod
     def of(cls, paths: Iterable[str | os.PathLike[str]], offline: bool = False) -> Sandbox:
@@ -56,19 +56,19 @@ class Sandbox:
         command: Sequence[str],
         writable: Iterable[Path],
         shown: Iterable[str] = (),
-        reached: Iterable[str] = (),
-    ) -> dict[str, list[str]]:
+        gateway: str = "",
+    ) -> dict[str, Sequence[str]]:
         """Return the mounts of a command; see `command_process.hide`.
 
-        `writable`: its folders. `shown`: what it may read of the hidden, besides what it names. `reached`:
-        addresses, host:port, of which it has the ports on 127.0.0.1 if it is offline.
+        `writable`: its folders. `shown`: what it may read of the hidden, besides what it names. `gateway`:
+        host:port, of which it has the port on 127.0.0.1 if it is offline.
         """
-        mounts = {
-            "hidden": list(self.hidden),
+        mounts: dict[str, Sequence[str]] = {
+            "hidden": self.hidden,
             "shown": [*shown, *self._needed(command)],
             "writable": [str(path) for path in writable],
         }
-        return {**mounts, "reached": list(reached)} if self.offline else mounts
+        return {**mounts, "gateway": gateway} if self.offline else mounts
 
     def _needed(self, command: Sequence[str]) -> list[str]:
         """Return which hidden paths a command needs: its virtual environment, and the folders of its files.

@@ -14,65 +14,41 @@ from ....gateway.turns import ANY_TOOL, Form
 class CallFormat(NamedTuple):
     """How a family of models writes calls of tools."""
 
-    before: str
-    """Before the name of a tool."""
-    between: str
-    """Between its name and its arguments."""
-    after: str
-    """After its arguments."""
-    opening: str = ""
-    """Before all calls."""
-    closing: str = ""
-    """After all calls."""
-    separator: str = "\n"
-    """Between two calls."""
+    begin: str
+    """Before the arguments of a call; NAME is the name of the tool."""
+    end: str
+    """After the arguments."""
     style: str = "json"
     """XGrammar's name for the form of the arguments."""
+    separator: str = "\n"
+    """Between two calls."""
+    around: tuple[str, str] | None = None
+    """Before and after all calls."""
     numbered: str = ""
-    """What follows the number of a call, if `between` has one after it."""
+    """What follows the number of a call, if `begin` has one after it."""
 
 
 CALLS: Mapping[str, CallFormat] = {
-    "hermes": CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
-    "qwen3_coder": CallFormat(
-        "<tool_call>\n<function=", ">\n", "\n</function>\n</tool_call>", style="qwen_xml"
-    ),
-    "seed": CallFormat(
-        "<seed:tool_call>\n<function=", ">\n", "\n</function>\n</seed:tool_call>", style="qwen_xml"
-    ),
-    "glm": CallFormat("<tool_call>", "", "</tool_call>", style="glm_xml"),
+    "hermes": CallFormat('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+    "qwen3_coder": CallFormat("<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"),
+    "seed": CallFormat("<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", "qwen_xml"),
+    "glm": CallFormat("<tool_call>NAME", "</tool_call>", "glm_xml"),
     "minimax": CallFormat(
-        '<invoke name="',
-        '">\n',
-        "</invoke>\n",
-        opening="<minimax:tool_call>\n",
-        closing="</minimax:tool_call>",
-        separator="",
-        style="minimax_xml",
+        *('<invoke name="NAME">\n', "</invoke>\n", "minimax_xml", ""),
+        ("<minimax:tool_call>\n", "</minimax:tool_call>"),
     ),
     "deepseek_v4": CallFormat(
-        '<｜DSML｜invoke name="',
-        '">\n',
-        "</｜DSML｜invoke>\n",
-        opening="\n\n<｜DSML｜tool_calls>\n",
-        closing="</｜DSML｜tool_calls>",
-        separator="",
-        style="deepseek_xml",
+        *('<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>\n", "deepseek_xml", ""),
+        ("\n\n<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
     ),
     "kimi": CallFormat(
-        "<|tool_call_begin|>functions.",
-        ":",
-        "<|tool_call_end|>",
-        opening="<|tool_calls_section_begin|>",
-        closing="<|tool_calls_section_end|>",
-        separator="",
-        numbered="<|tool_call_argument_begin|>",
+        *("<|tool_call_begin|>functions.NAME:", "<|tool_call_end|>", "json", ""),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        "<|tool_call_argument_begin|>",
     ),
     "gpt-oss": CallFormat(
-        "<|channel|>commentary to=functions.",
-        " <|constrain|>json<|message|>",
-        "<|call|>",
-        separator="<|start|>assistant",
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        *("<|call|>", "json", "<|start|>assistant"),
     ),
 }
 """By the names of verl's parsers. XGrammar has no form for the arguments of the others."""
@@ -104,9 +80,9 @@ def _calls(form: Form, marks: CallFormat) -> dict[str, Any]:
     tags = [
         {
             "type": "tag",
-            "begin": f"{marks.before}{json.dumps(one['name'], ensure_ascii=False)[1:-1]}{marks.between}",
+            "begin": marks.begin.replace("NAME", json.dumps(one["name"], ensure_ascii=False)[1:-1]),
             "content": _arguments(one["parameters"], marks),
-            "end": marks.after,
+            "end": marks.end,
         }
         for one in functions
         if form.call in (None, ANY_TOOL, one["name"])
@@ -119,19 +95,17 @@ def _calls(form: Form, marks: CallFormat) -> dict[str, Any]:
         # A tool that is named is called once.
         "stop_after_first": bool(form.call),
     }
-    if not marks.opening:
+    if marks.around is None:
         return calls
-    return {"type": "tag", "begin": marks.opening, "content": calls, "end": marks.closing}
+    return {"type": "tag", "begin": marks.around[0], "content": calls, "end": marks.around[1]}
 
 
 def _arguments(schema: Mapping[str, Any], marks: CallFormat) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
+    arguments = {"type": "json_schema", "json_schema": schema}
     if marks.style != "json":
-        arguments["style"] = marks.style
+        return {**arguments, "style": marks.style}
     if not marks.numbered:
         return arguments
     number = {"type": "regex", "pattern": "[0-9]+"}
-    return {
-        "type": "sequence",
-        "elements": [number, {"type": "const_string", "value": marks.numbered}, arguments],
-    }
+    after = {"type": "const_string", "value": marks.numbered}
+    return {"type": "sequence", "elements": [number, after, arguments]}
