@@ -297,7 +297,7 @@ print(json.dumps({"reward": reached}))
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A gateway that answers with as many bytes as it is asked for."""
+    """A gateway that answers with as many bytes as the request names."""
 
     def do_POST(self) -> None:  # noqa: N802
         body = self.rfile.read(int(self.headers["content-length"]))

@@ -55,9 +55,12 @@ def test_a_schema_with_tools_permits_either() -> None:
         (Form(schema=SCHEMA, tools=TOOLS), "a response format with tools"),
     ],
 )
-def test_calls_in_another_format_are_refused(form: Form, field: str) -> None:
-    with pytest.raises(RequestRefused, match=rf"^{field}.*format=hermes or .* only, got gemma4; leave"):
-        structured(form, "gemma4")
+@pytest.mark.parametrize("tool_format", ["gemma4", "gpt-oss"])
+def test_calls_in_another_format_are_refused(form: Form, field: str, tool_format: str) -> None:
+    with pytest.raises(
+        RequestRefused, match=rf"^{field}.*format=hermes or .* only, got {tool_format}; leave"
+    ):
+        structured(form, tool_format)
 
 
 PARAMETERS = {
@@ -95,10 +98,6 @@ WRITTEN = {
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.forecast:0<|tool_call_argument_begin|>"
         '{"city": "Bonn", "days": 3}<|tool_call_end|><|tool_calls_section_end|>'
     ),
-    "gpt-oss": (
-        "<|channel|>commentary to=functions.forecast <|constrain|>json<|message|>"
-        '{"city": "Bonn", "days": 3}<|call|>'
-    ),
 }
 
 
@@ -126,9 +125,7 @@ async def test_what_the_form_permits_is_read_as_the_call(tool_format: str, call:
     assert not _is_grammar_accept_string(grammar, text.replace("forecast", "delete"))
     assert not _is_grammar_accept_string(grammar, "It will rain.")
 
-    # The gateway puts what the prompt ends with before answers in channels.
-    written = f"<|start|>assistant{text}" if tool_format == "gpt-oss" else text
     parser = ToolParser.get_tool_parser(tool_format, Letters())
-    content, (found,) = await parser.extract_tool_calls([ord(one) for one in written], _schemas([FORECAST]))
+    content, (found,) = await parser.extract_tool_calls([ord(one) for one in text], _schemas([FORECAST]))
     assert (content.strip(), found.name) == ("", "forecast")
     assert json.loads(found.arguments) == {"city": "Bonn", "days": 3}

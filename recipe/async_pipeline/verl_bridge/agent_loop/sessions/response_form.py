@@ -46,12 +46,9 @@ CALLS: Mapping[str, CallFormat] = {
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         "<|tool_call_argument_begin|>",
     ),
-    "gpt-oss": CallFormat(
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
-        *("<|call|>", "json", "<|start|>assistant"),
-    ),
 }
-"""By the names of verl's parsers. XGrammar has no form for the arguments of the others."""
+"""By the names of verl's parsers. XGrammar has no form for the arguments of gemma4. Calls of gpt-oss end with
+a token that ends the answer, too, and engines permit such tokens after the end of a grammar only."""
 
 
 def structured(form: Form, tool_format: str | None) -> dict[str, str]:
