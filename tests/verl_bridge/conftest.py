@@ -48,7 +48,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("config.json", "model_index.json"):
         (folder / "model" / name).write_text("{}")
     for name, rows in (("train", 4096), ("val", 1)):
-        write_rows([{"prompt": [{"role": "user", "content": "1+1="}]}] * rows, folder / f"{name}.parquet")
+        row = {"prompt": [{"role": "user", "content": "1+1="}], "data_source": "sums"}
+        write_rows([{**row, "reward_model": {"ground_truth": "2"}}] * rows, folder / f"{name}.parquet")
     return folder
 
 

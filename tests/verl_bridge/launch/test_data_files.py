@@ -14,7 +14,11 @@ from recipe.async_pipeline.lab.tasks.data import write_rows
 from tests.verl_bridge.launch.conftest import Problems
 
 pytestmark = pytest.mark.real_engine
-ROW = {"prompt": [{"role": "user", "content": "1+1="}]}
+ROW = {
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "data_source": "sums",
+    "reward_model": {"ground_truth": "2"},
+}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_data_is_read_as_verl_would(
 ) -> None:
     task = str(tmp_path / "task")
     Path(task, "odd").mkdir()
-    texts = [{"prompt": "1+1=", "data_source": "openai/gsm8k"}] * 16
+    texts = [ROW | {"prompt": "1+1="}] * 16
     write_rows(texts, Path(task, "odd", "texts.parquet"))
     Path(task, "odd", "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
     Path(task, "odd", "array.json").write_text(json.dumps([ROW] * 16))
@@ -99,11 +103,6 @@ def test_an_empty_validation_is_refused(problems: Problems, tmp_path: Path) -> N
             "data.train_files must have data sources that verl's reward function knows, got 'my/task'; set "
             "reward.custom_reward_function.path",
         ),
-        (
-            {},
-            "data.train_files must have the column data_source, got none; set "
-            "reward.custom_reward_function.path, and add the column",
-        ),
         ({"data_source": "my/task", "agent_name": "my_loop"}, ""),
     ],
 )
@@ -115,3 +114,19 @@ def test_verls_reward_function_knows_the_data(
     changes = {"data.train_files": str(tmp_path / "train.parquet"), **validated}
     assert not problems(changes), "the run has a reward function"
     assert problems(changes | {"reward.custom_reward_function.path": None}) == ((line,) if line else ())
+
+
+@pytest.mark.parametrize("column", ["data_source", "reward_model"])
+def test_what_reward_managers_read_is_there(problems: Problems, tmp_path: Path, column: str) -> None:
+    write_rows(
+        [{name: value for name, value in ROW.items() if name != column}] * 16, tmp_path / "few.parquet"
+    )
+    changes = {"data.train_files": str(tmp_path / "few.parquet")}
+    needed = f"data.train_files must have the column {column}, which verl's reward managers read, got none; "
+    assert problems(changes) == (f"{needed}add it",)
+    if column == "data_source":
+        alone = {**changes, "reward.custom_reward_function.path": None, "trainer.test_freq": -1}
+        found = problems(alone | {"trainer.val_before_train": False})
+        assert found == (f"{needed}set reward.custom_reward_function.path, and add the column",)
+    own = {"reward.reward_manager.source": "importlib", "reward.reward_manager.module.path": "/mine.py"}
+    assert not any("must have the column" in line for line in problems(changes | own))

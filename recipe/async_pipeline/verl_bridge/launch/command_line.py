@@ -81,7 +81,7 @@ def composed(folder: Path | None, name: str, overrides: list[str]) -> tuple[Dict
     ]
     unknown = unknown_among(words, lambda path: _has(base, path))
     problems = tuple(_unknown(path, overrides) for path in dict.fromkeys(unknown.values()))
-    # Only the `+` of one of ours is missing: its value is checked with the rest.
+    # A key of this package only lacks its `+`: its value is checked with the rest.
     added = [f"+{word}" if is_own(unknown.get(word, "")) else word for word in words]
     try:
         config = _composed_by_hydra(folder, name, [word for word in added if word not in unknown])

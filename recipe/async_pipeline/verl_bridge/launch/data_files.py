@@ -16,9 +16,10 @@ from ..reward.default_function import uses_default, verl_knows
 from .chat_check import in_a_line
 from .light_verl import registered_agent_loops
 
-SOURCE, AGENT = "data_source", "agent_name"
-"""Columns: what the reward function of a row is, and the agent loop."""
+SOURCE, TRUTH, AGENT = "data_source", "reward_model", "agent_name"
+"""Columns: what the reward function of a row is, what it compares with, and the agent loop."""
 SCORER = "set reward.custom_reward_function.path"
+MODEL_ON = "reward_model.enable"
 PROMPT_KEY = "data.prompt_key"
 FILES = {"train": "data.train_files", "val": "data.val_files"}
 FORMATS = (".parquet", ".json", ".jsonl")
@@ -97,6 +98,7 @@ def _faults_of_rows(key: str, config: Mapping[str, Any], found: Sequence[_Conten
     if select(config, "actor_rollout_ref.rollout.agent.default_agent_loop") not in registered_agent_loops():
         return
     prompt, scores = str(select(config, PROMPT_KEY) or "prompt"), uses_default(config)
+    managed = not any(select(config, f"reward.{name}") for name in ("reward_manager.module.path", MODEL_ON))
     for contents in found:
         if AGENT in (contents.columns or ()):
             continue
@@ -105,8 +107,16 @@ def _faults_of_rows(key: str, config: Mapping[str, Any], found: Sequence[_Conten
                 f"{PROMPT_KEY} must be a column of lists of messages, got {prompt!r}, which has texts in "
                 f'{key}; write [{{"role": "user", "content": TEXT}}] instead'
             )
-        if scores and contents.columns is not None and SOURCE not in contents.columns:
-            yield InputFault(f"{key} must have the column {SOURCE}, got none; {SCORER}, and add the column")
+        columns = contents.columns
+        missing = [
+            name for name in (SOURCE, TRUTH) if managed and columns is not None and name not in columns
+        ]
+        if missing:
+            remedy = f"{SCORER}, and add the column" if scores and SOURCE in missing else "add it"
+            yield InputFault(
+                f"{key} must have the column {missing[0]}, which verl's reward managers read, got none; "
+                f"{remedy}"
+            )
             return
         if scores and (unknown := [one for one in contents.sources if not verl_knows(one)]):
             yield InputFault(
