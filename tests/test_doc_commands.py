@@ -52,6 +52,7 @@ NOT_RUN = {
     r"python -m tests\.\S+gather_cost ": "measures for minutes",
     r"python tests/e2e/forms_probe\.py ": "loads an engine; tests/e2e/test_engine.py runs it",
     r"docker build ": "tests/test_cluster_examples.py reads the Dockerfile",
+    r"exec docker run ": "needs Docker; tests/agents/processes/test_sandbox.py reaches the socket",
     r"kubectl apply ": "tests/test_cluster_examples.py reads the file; its entry point is explained below",
     r"bash run_qwen3_8b_fsdp_vllm\.sh ": "tests/test_recipe_folder.py explains it",
 }

@@ -118,6 +118,57 @@ def test_failing_publications_step_the_run_down_and_good_ones_up_again() -> None
     assert begun[20] < served[19]
 
 
+def test_a_run_that_was_stepped_down_goes_on_with_a_share_of_the_oldest() -> None:
+    trainer = SimTrainer(
+        max_lag=2,
+        steps=12,
+        groups=4,
+        oldest_share=0.5,
+        caution=Caution(after=1, clean=3),
+        failing=lambda version: version in (3, 4),
+    )
+    assert run_flow(trainer)[1].steps == 12
+
+
+def _lags(trainer: SimTrainer) -> list[int]:
+    return [batch.step - 1 - batch.first_version for batch in trainer.trained]
+
+
+def test_the_lag_follows_the_effective_sample_size_within_its_bound() -> None:
+    """The policy changes fast until step 40: then each version of lag costs a quarter of the sample size."""
+
+    def share(batch: StepBatch) -> float:
+        return 1.0 - (0.25 if batch.step <= 40 else 0.01) * (batch.step - 1 - batch.first_version)
+
+    trainer = SimTrainer(max_lag=3, steps=100, ess_floor=0.7, share=share)
+    flow, result = run_flow(trainer)
+    lags = _lags(trainer)
+    assert result.lag_max == 3 and max(lags[:6]) == 3
+    assert max(lags[15:40]) <= 2 and sum(lag == 1 for lag in lags[15:40]) > 15
+    assert min(lags[90:]) == 3
+    depths = [record.fields["depth"] for record in flow.log.records if record.event == "NARROWED"]
+    assert depths[:2] == [2, 1] and depths[-1] == 3 and len(depths) == len(trainer.narrowings)
+
+
+def test_a_floor_costs_nothing_where_the_policy_changes_slowly() -> None:
+    free, held = (
+        SimTrainer(max_lag=3, steps=30, ess_floor=floor, share=lambda _: 0.9) for floor in (None, 0.7)
+    )
+    assert wall_s(run_flow(free)[0]) == wall_s(run_flow(held)[0]) and _lags(free) == _lags(held)
+    assert held.narrowings == []
+
+
+def test_the_narrowed_lag_is_a_part_of_a_checkpoint() -> None:
+    first = SimTrainer(max_lag=3, steps=12, ess_floor=0.7, share=lambda _: 0.1, save_every=12)
+    run_flow(first)
+    assert first.checkpoints[-1].flow.depth == 0
+    second = SimTrainer(
+        max_lag=3, steps=20, ess_floor=0.7, share=lambda _: None, resume=first.checkpoints[-1]
+    )
+    run_flow(second)
+    assert max(_lags(second)) == 0
+
+
 def test_a_step_that_waits_for_a_group_that_is_overdue_continues_when_it_comes() -> None:
     """A third of a step may have the full lag, every other group is filtered, and one answer in four takes
     longer.

@@ -85,18 +85,20 @@ class SimTrainer:
         save_every: int = 0,
         caution: Caution = CALM,
         failing: Callable[[int], bool] = lambda version: False,
+        share: Callable[[StepBatch], float | None] = lambda batch: None,
         resume: SimCheckpoint | None = None,
         falls_at: float | None = None,
         disk_is_full: Callable[[float], bool] = lambda now: False,
         **schedule: Any,
     ) -> None:
-        """`resume`: continues from there. `falls_at`: when the last replica is gone for good. `disk_is_full`:
-        whether it refuses a checkpoint at that time. `places`: role
-        -> pool, for those not on the training devices. `old`: as `Schedule.old_logp`. `schedule`: further
-        settings of the schedule. `filtered(uid)`: is this group? `failing(version)`: is a replica
-        fenced for it?
+        """`share`: of a step's effective sample size. `resume`: continues from there. `falls_at`: when the
+        last replica is gone for good. `disk_is_full`: whether it refuses a checkpoint at that time.
+        `places`: role -> pool, for those not on the training devices. `old`: as `Schedule.old_logp`.
+        `schedule`: further settings of the schedule. `filtered(uid)`: is this group? `failing(version)`: is
+        a replica fenced for it?
         """
         self.caution, self.failing, self.falls_at = caution, failing, falls_at
+        self.share, self.narrowings = share, list[str]()
         self.disk_is_full = disk_is_full
         self.changes: list[Change] = []
         self.facts: Mapping[str, Any] = {}
@@ -276,9 +278,10 @@ class SimTrainer:
         self.trained.append(batch)
         return batch
 
-    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> float | None:
         await self._cost("finish", batch.step)
         self.finished.append(batch)
+        return self.share(batch)
 
     async def save(
         self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
@@ -312,6 +315,9 @@ class SimTrainer:
         self.served = version
         self._served_at.append((version, asyncio.get_running_loop().time()))
         return published(version, failure="replica 0: it died" if self.failing(version) else "")
+
+    def narrowed(self, why: str) -> None:
+        self.narrowings.append(why)
 
     def stepped(self, change: Change) -> None:
         self.changes.append(change)

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from ..core.waits.threads import in_new_thread
 from ..errors import AgentFailed, ConfigError, EnvironmentFailed
@@ -36,7 +38,7 @@ from .processes.output_log import OutputLog
 from .processes.sandbox import Sandbox
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-TASK_FILE, HIDDEN_FILE = "task.json", "verify.json"
+TASK_FILE = "task.json"
 NO_MODULES_OF_AGENTS = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
 """Has Python find no modules in the folder in which it runs."""
 
@@ -75,12 +77,6 @@ class AgentSpec:
     """Further variables of the commands."""
     sandbox: Sandbox | None = None
     """In which the commands run."""
-
-    def mounts(
-        self, command: Sequence[str], writable: Iterable[Path], shown: Iterable[str] = ()
-    ) -> Mapping[str, Sequence[str]] | None:
-        """Return the mounts of a command, or None without a sandbox; see `Sandbox.mounts`."""
-        return None if self.sandbox is None else self.sandbox.mounts(command, writable, shown)
 
 
 class Runner(Protocol):
@@ -150,29 +146,32 @@ class CommandRunner:
     ) -> float | None:
         """See `Runner`."""
         await folder.make(TASK_FILE, task.shown)
+        gateway, base_url, mounts = urlsplit(policy.base_url), policy.base_url, None
+        if (sandbox := self._spec.sandbox) is not None:
+            shown = () if policy.unix_socket is None else (policy.unix_socket,)
+            mounts = sandbox.mounts(self._command, [folder.path], shown, gateway.netloc)
+            if sandbox.offline:
+                base_url = gateway._replace(netloc=f"127.0.0.1:{gateway.port}").geturl()
         reached = {
-            "OPENAI_BASE_URL": policy.base_url,
+            "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": policy.api_key,
-            "ANTHROPIC_BASE_URL": policy.base_url.removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": policy.api_key,
         }
         if policy.control_key is not None:
             reached["ASYNC_PIPELINE_CONTROL_KEY"] = policy.control_key
         if policy.unix_socket is not None:
             reached["ASYNC_PIPELINE_UNIX_SOCKET"] = policy.unix_socket
-        env = environment({**_variables(folder, TASK_FILE), **self._spec.env, **reached})
-        shown = () if policy.unix_socket is None else (policy.unix_socket,)
-        mounts = self._spec.mounts(self._command, [folder.path], shown)
+        reached["ASYNC_PIPELINE_TASK"] = str(folder.path / TASK_FILE)
+        env = environment({**_home(folder), **self._spec.env, **reached})
         finished = await run_command(self._command, folder.path, env, log, self.left, mounts)
         if finished.status != 0:
             raise AgentFailed(finished.describe())
         return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
 
 
-def _variables(folder: Folder, file: str) -> dict[str, str]:
-    """Return the variables that name a folder and the task in it."""
-    where = str(folder.path)
-    return {"ASYNC_PIPELINE_TASK": str(folder.path / file), "HOME": where, "TMPDIR": where}
+def _home(folder: Folder) -> dict[str, str]:
+    return {"HOME": str(folder.path), "TMPDIR": str(folder.path)}
 
 
 async def verified(
@@ -189,15 +188,15 @@ async def verified(
     assert spec.verify is not None
     if folder.path == Path():
         await folder.make(TASK_FILE, task.shown)
-    # What the agent has written must not decide what runs here, or where the ground truth is written.
+    # Agents of other episodes, which may have the same task, must not find the ground truth in a file.
+    in_memory = {"ASYNC_PIPELINE_TASK": json.dumps({**task.shown, **task.hidden}, ensure_ascii=False)}
+    # What the agent has written must not decide what runs here.
     with Folder() as own:
-        await own.make(HIDDEN_FILE, {**task.shown, **task.hidden})
-        own_variables = _variables(own, HIDDEN_FILE)
-        env = environment({**NO_MODULES_OF_AGENTS, **own_variables, **spec.env})
-        env["ASYNC_PIPELINE_TASK"] = own_variables["ASYNC_PIPELINE_TASK"]
+        await own.make()
+        env = environment({**NO_MODULES_OF_AGENTS, **_home(own), **spec.env})
         command = shlex.split(spec.verify)
-        mounts = spec.mounts(command, [folder.path, own.path])
-        finished: Finished = await run_command(command, folder.path, env, log, left, mounts)
+        mounts = None if spec.sandbox is None else spec.sandbox.mounts(command, [folder.path, own.path])
+        finished: Finished = await run_command(command, folder.path, env, log, left, mounts, in_memory)
     if finished.status != 0:
         raise EnvironmentFailed(f"verify: {finished.describe()}")
     reward = reward_of((finished.last_object() or {}).get("reward"), EnvironmentFailed)

@@ -41,6 +41,7 @@ from .groups.fates import FateRegister, Settlement
 from .groups.items import Publication
 from .groups.ledger import Ledger
 from .lag.degradation import Change, Level, StepDown
+from .lag.lag_control import LagControl
 from .lag.staleness import Versions
 from .pools import DevicePool, PoolSet
 from .schedule import synchronous
@@ -127,8 +128,13 @@ class AsyncTrainingFlow:
         self.publications: deque[Publication] = deque(maxlen=KEPT_PUBLICATIONS)
         self.weight_updates = self.tensors_proved = 0
         self.step_down = StepDown(trainer.caution)
-        self._depth = self.queue.depth
-        """Batches generated ahead, unless asynchrony is reduced."""
+        self.lag_control = LagControl(
+            self.schedule.ess_floor,
+            least=self.schedule.least_depth,
+            most=self.queue.depth,
+            depth=trainer.resumed.depth if trainer.resumed else None,
+        )
+        self._set_depth()
         self.machines: list[RoleStateMachine] = []
         self.log = EventLog(self.clock, keep=keep_records, guard=guard)
         self.pools: PoolSet | None = None
@@ -236,7 +242,15 @@ class AsyncTrainingFlow:
         Raises ConservationError if the books do not balance.
         """
         self.check_books()
-        return FlowState(step=step, queue=self.queue.state(), ledger=self.ledger.state())
+        depth = self.lag_control.depth
+        return FlowState(step=step, queue=self.queue.state(), ledger=self.ledger.state(), depth=depth)
+
+    def measured(self, step: int, share: float | None) -> str | None:
+        """Take the effective sample size of a step, as a share; returns why the lag has changed, or None."""
+        why = self.lag_control.trained(step, share)
+        if why is not None:
+            self._set_depth()
+        return why
 
     def published(self, publication: Publication) -> Change | None:
         """Record a finished weight update; returns the change of asynchrony, or None."""
@@ -247,10 +261,15 @@ class AsyncTrainingFlow:
             self.step_down.failed(publication.failure) if publication.failure else self.step_down.succeeded()
         )
         if change is not None:
-            cautious = min(self._depth, self.schedule.sync_every - 1)
-            self.queue.depth = cautious if change.level is Level.ON_POLICY else self._depth
-            self.queue.depth_changed()
+            self._set_depth()
         return change
+
+    def _set_depth(self) -> None:
+        """Allow as many batches ahead as both the effective sample size and the weight updates permit."""
+        depth = self.lag_control.depth
+        cautious = min(depth, self.schedule.least_depth)
+        self.queue.depth = cautious if self.step_down.level is Level.ON_POLICY else depth
+        self.queue.depth_changed()
 
     def describe(self, machines: Iterable[RoleStateMachine]) -> Holders:
         """Describe the states of some stages, for the message of an expired wait."""

@@ -54,6 +54,8 @@ class FlowState:
     step: int
     queue: QueueState
     ledger: LedgerState
+    depth: int | None = None
+    """Batches that may be ahead; None in checkpoints of earlier versions."""
 
     def finished(self) -> Iterator[Group]:
         """Yield the groups whose responses are finished."""

@@ -52,6 +52,8 @@ class Schedule:
     """Hard bound of the lag of every trajectory, in versions."""
     depth: int | None = None
     """Batches ahead of the one that trains, if fewer than `max_lag`."""
+    ess_floor: float | None = None
+    """Fewer batches are ahead while the effective sample size of a step is a smaller share than this."""
     oldest_share: float = 1.0
     """Share of a batch that may have the full `max_lag`."""
     straggler: Straggler = "wait"
@@ -67,6 +69,11 @@ class Schedule:
     """Whether version 0 is validated."""
     save_every: int = 0
     """Steps between checkpoints, or 0 for none."""
+
+    @property
+    def least_depth(self) -> int:
+        """The fewest batches ahead with which prompts and weights do not wait for each other."""
+        return self.sync_every - (self.oldest_share == 1)
 
     def queue(self, versions: Versions) -> MessageQueue:
         """Return the queue that decides when prompts go out and which groups each step trains on."""
@@ -128,4 +135,4 @@ class Schedule:
 
 def synchronous(schedule: Schedule) -> Schedule:
     """Return a schedule without any lag: a batch is admitted when the step before it is served."""
-    return replace(schedule, max_lag=0, depth=None, oldest_share=1.0)
+    return replace(schedule, max_lag=0, depth=None, ess_floor=None, oldest_share=1.0)

@@ -87,6 +87,9 @@ class Pipeline(Protocol):
     def published(self, publication: Publication) -> Change | None:
         """Record a finished weight update; returns the change of asynchrony, or None."""
 
+    def measured(self, step: int, share: float | None) -> str | None:
+        """Take the effective sample size of a step, as a share; returns why the lag has changed, or None."""
+
     def describe(self, machines: Iterable[RoleStateMachine]) -> Holders:
         """Describe the states of some stages, for the message of an expired wait."""
 

@@ -87,8 +87,11 @@ class PipelineTrainer(Protocol):
     async def update_critic(self, batch: StepBatch) -> StepBatch:
         """Take the critic's optimizer step over the batch."""
 
-    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
-        """Log the metrics of a trained batch and free its samples."""
+    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> float | None:
+        """Log the metrics of a trained batch and free its samples.
+
+        Returns the effective sample size, as a share, of the newest batch for which it is known.
+        """
 
     async def save(
         self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
@@ -106,6 +109,9 @@ class PipelineTrainer(Protocol):
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         """Send a snapshot to every replica; returns when all serve it and have verified it."""
+
+    def narrowed(self, why: str) -> None:
+        """Tell the user that fewer, or more, batches are generated ahead from now on."""
 
     def stepped(self, change: Change) -> None:
         """Tell the user that weight updates are less, or more, asynchronous in the following steps."""

@@ -82,7 +82,10 @@ class TrainStateMachine(RoleStateMachine):
             if not skipped and (skipped := skipped_update(batch.metrics)):
                 self.pipeline.ledger.skip(item.step, skipped)
                 facts = {**facts, "train/skipped_updates": float(self.pipeline.ledger.skipped)}
-        await self.trainer.finish_step(batch, facts)
+        share = await self.trainer.finish_step(batch, facts)
+        if why := self.pipeline.measured(item.step, share):
+            self.trainer.narrowed(why)
+            self.note("NARROWED", step=item.step, depth=self.pipeline.queue.depth)
         if self.pipeline.checkpoints.saves(item.step):
             await self._saved()
             await self.compute_again()

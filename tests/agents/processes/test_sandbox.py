@@ -10,7 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -43,11 +46,11 @@ def python(code: str) -> str:
     return shlex.join([sys.executable, "-I", "-c", code])
 
 
-def played(agent: str, hidden: Sandbox | None, **env: str) -> float | None:
+def played(agent: str, hidden: Sandbox | None, policy: Policy = POLICY, **env: str) -> float | None:
     async def episode() -> float | None:
         spec = AgentSpec(agent=agent, env=env, sandbox=hidden)
         with Folder() as folder:
-            return await runner_of(spec).run(Task({}, {}), POLICY, folder)
+            return await runner_of(spec).run(Task({}, {}), policy, folder)
 
     return asyncio.run(asyncio.wait_for(episode(), HANG_S))
 
@@ -59,7 +62,7 @@ def searched(secret: str, where: str, hidden: Sandbox | None) -> bool:
 
 @pytest.fixture
 def other_episode() -> Iterator[None]:
-    """Another episode, which is being verified, and a process with its key and the token of a worker."""
+    """Another episode, and a process with its key and the token of a worker."""
     variables = {"OPENAI_API_KEY": "others-key", "HF_TOKEN": "workers-token"}
     folder, loop = Folder(), asyncio.new_event_loop()
 
@@ -68,7 +71,7 @@ def other_episode() -> Iterator[None]:
         await asyncio.get_running_loop().shutdown_default_executor()
 
     with subprocess.Popen(["sleep", "600"], env=variables) as process:
-        loop.run_until_complete(folder.make("verify.json", {**OTHERS.shown, **OTHERS.hidden}))
+        loop.run_until_complete(folder.make("task.json", OTHERS.shown))
         yield
         process.kill()
         loop.run_until_complete(remove())
@@ -80,17 +83,43 @@ def other_episode() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("secret", "where"),
     [
-        ("others-truth", f"{tempfile.gettempdir()}/{PREFIX}*/*"),
         ("others-task", f"{tempfile.gettempdir()}/{PREFIX}*/*"),
         ("others-key", "/proc/*/environ"),
         ("workers-token", "/proc/*/environ"),
-        ("others-truth", f"/proc/*/root{tempfile.gettempdir()}/{PREFIX}*/*"),
+        ("others-task", f"/proc/*/root{tempfile.gettempdir()}/{PREFIX}*/*"),
     ],
 )
 def test_what_belongs_to_others_cannot_be_read(
     other_episode: None, secret: str, where: str, is_on: bool
 ) -> None:
     assert searched(secret, where, Sandbox.of(()) if is_on else None) is not is_on
+
+
+def test_no_file_has_the_ground_truth(tmp_path: Path) -> None:
+    """While the other episode is being verified, and without a sandbox."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    held = os.open(gate, os.O_RDWR)
+    judge = (
+        "import json, os, sys; task = json.load(open(os.environ['ASYNC_PIPELINE_TASK'])); "
+        "open(sys.argv[1] + '.reached', 'w'); open(sys.argv[1]).read(); "
+        "print(json.dumps({'reward': float(task['truth'] == 'others-truth')}))"
+    )
+
+    async def verify() -> float:
+        spec = AgentSpec(agent="true", verify=f"{python(judge)} {gate}")
+        with Folder() as folder:
+            return await verified(spec, folder, OTHERS)
+
+    with ThreadPoolExecutor() as pool:
+        reward = pool.submit(lambda: asyncio.run(asyncio.wait_for(verify(), HANG_S)))
+        try:
+            until(lambda: reward.done() or gate.with_name("gate.reached").exists(), "the judge has its task")
+            found = searched("others-truth", f"{tempfile.gettempdir()}/{PREFIX}*/*", None)
+        finally:
+            os.close(held)
+        assert not found
+        assert reward.result() == 1.0
 
 
 @works
@@ -253,6 +282,54 @@ def test_the_unix_socket_of_the_gateway_is_reached(tmp_path: Path) -> None:
         assert asyncio.run(asyncio.wait_for(episode(), HANG_S)) == 1.0
 
 
+CONNECTS = """
+import json, os, socket, urllib.request
+body = os.environ["BODY_BYTES"].encode()
+answer = urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/models", body).read()
+assert answer == b"x" * int(body), len(answer)
+try:
+    socket.create_connection(("127.0.0.1", int(os.environ["OTHER_PORT"])))
+    reached = 1.0
+except OSError:
+    reached = 0.0
+print(json.dumps({"reward": reached}))
+"""
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A gateway that answers with as many bytes as the request names."""
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"x" * int(body))
+
+
+@works
+@pytest.mark.parametrize("is_on", [True, False], ids=["offline", "without"])
+def test_an_agent_that_is_offline_reaches_the_gateway_only(is_on: bool) -> None:
+    """Here, the gateway listens on another address than 127.0.0.1."""
+    with (
+        ThreadingHTTPServer(("127.0.0.2", 0), Answers) as gateway,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        thread = threading.Thread(target=gateway.serve_forever)
+        thread.start()
+        try:
+            reward = played(
+                python(CONNECTS),
+                Sandbox.of((), offline=True) if is_on else None,
+                Policy(f"http://127.0.0.2:{gateway.server_port}/v1", "sk-model-own"),
+                OTHER_PORT=str(other.getsockname()[1]),
+                BODY_BYTES=str(1 << 22),
+            )
+        finally:
+            gateway.shutdown()
+            thread.join()
+    assert reward == (0.0 if is_on else 1.0)
+
+
 def test_secrets_of_the_user_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
@@ -274,9 +351,9 @@ def test_a_machine_without_a_sandbox_gives_the_reason(monkeypatch: pytest.Monkey
 def test_a_command_without_its_sandbox_does_not_run() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import command_process as process\n"
-        "def refuse(): raise OSError(1, 'unshare: not permitted')\n"
+        "def refuse(further): raise OSError(1, 'unshare: not permitted')\n"
         "process.new_namespaces = refuse\n"
-        "process.run({'command': ['echo', 'ran'], 'cwd': '/', 'env': {}, 'mounts': {}})"
+        "process.run({'command': ['echo', 'ran'], 'cwd': '/', 'env': {}, 'mounts': {}}, None)"
     )
     command = [sys.executable, "-c", code, os.path.dirname(sandbox.__file__)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -22,7 +22,7 @@ from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 def test_each_field_is_a_knob_or_of_the_run() -> None:
     knobs = AsyncPipelineConfig(
         strategy="fully_async",
-        staleness=StalenessConfig(max_lag=5, depth=4, oldest_share=0.5, straggler="drop"),
+        staleness=StalenessConfig(max_lag=5, depth=4, ess_floor=0.5, oldest_share=0.5, straggler="drop"),
         weight_sync=WeightSyncConfig(every=2),
         training=TrainingConfig(ref_refresh_every=3),
     )

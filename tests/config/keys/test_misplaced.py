@@ -17,7 +17,7 @@ from tests.fakes.alias_values import ROLLOUT, nested
 
 def test_a_key_that_the_config_lacks() -> None:
     assert unknown_key("trainer.v1.async_pipeline.staleness.max_lag").endswith(
-        "write +trainer.v1.async_pipeline.staleness.max_lag=... to add it"
+        "since this config has no such key; write +trainer.v1.async_pipeline.staleness.max_lag=..."
     )
     assert "nearest knobs: faults.wait_timeout_s, " in unknown_key("trainer.v1.async_pipeline.wait_timeout")
     assert unknown_key("trainer.v1.async_pipeline.agentic.environment_kwargs").endswith(
@@ -33,7 +33,7 @@ def test_a_key_that_the_config_lacks() -> None:
         "+trainer.nope=... for code of yours that does"
     )
     loss = "actor_rollout_ref.actor.policy_loss.tis_upper_bound"  # this package's, in a section of verl
-    assert unknown_key(loss, fixed=True).endswith(f"check its spelling, or write +{loss}=... to add it")
+    assert unknown_key(loss, fixed=True).endswith(f"write +{loss}=...")
     assert unknown_key("max_turns", read=False).endswith(f"leave it out, or set ++{OWN}.agentic.max_turns")
 
 

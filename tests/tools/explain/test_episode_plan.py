@@ -74,6 +74,7 @@ def test_whether_commands_are_in_a_sandbox() -> None:
     assert "its commands run in a sandbox (sandbox=on)" in said(
         agent="mine:play", verify="true", sandbox="on"
     )
+    assert any("reach the gateway only" in line for line in said(sandbox="offline", **command))
     assert any("can read the files and processes" in line for line in said(sandbox="off", **command))
     assert not any("sandbox" in line for line in said(agent="mine:play"))
 

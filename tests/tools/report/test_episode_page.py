@@ -68,6 +68,35 @@ def test_each_version_has_its_colour_and_calls_of_tools_are_marked() -> None:
     assert CALL[:half] in page.texts, "texts are escaped"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>\n<function=add>\n</function>\n</tool_call>",
+        '<｜DSML｜invoke name="add">\n</｜DSML｜invoke>',
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n{}<｜tool▁call▁end｜>",
+        "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        'functions.add:0{"a": 1}',
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>",
+        'commentary to=functions.add json{"a": 1}',
+    ],
+)
+def test_calls_of_the_model_families_are_marked(call: str) -> None:
+    page = page_of(episode("u_0_0", 1.0, TextPart(True, f"I call. {call}", 1)))
+    assert [tip for _, tip in spans(page)] == ["version 1", "version 1, tool call"]
+    assert call in page.texts and "turn 1, version 1, 1 tool call" in page.texts
+
+
+def test_two_calls_of_kimi_without_its_special_tokens() -> None:
+    page = page_of(episode("u_0_0", 1.0, TextPart(True, "functions.a:0{}functions.b:1{}", 1)))
+    assert "turn 1, version 1, 2 tool calls" in page.texts
+
+
+def test_rewards_of_turns_are_shown() -> None:
+    parts = (TextPart(True, "a", 1), TextPart(False, "b"), TextPart(True, "c", 1))
+    page = page_of(episode("u_0_0", 0.75, *parts, turn_rewards=(0.25, 0.5)))
+    assert {"turn 1, version 1, reward 0.25", "turn 2, version 1, reward 0.5"} <= {*page.texts}
+
+
 def test_the_episodes_of_a_prompt_are_together_the_lowest_reward_first() -> None:
     page = page_of(
         episode("u_0_0", 1.0),

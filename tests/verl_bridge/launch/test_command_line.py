@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.verl_bridge import hooks
 from tests import REPOSITORY
@@ -44,6 +45,21 @@ def test_the_entry_point_ends_with_them(capsys: pytest.CaptureFixture[str]) -> N
     error = capsys.readouterr().err
     assert "  2. trainer.nodes is not a key" in error and "  3. data.unheard is not a key" in error
     assert "  4. reward_model.reward_manager is an old name of reward.reward_manager.name" in error
+
+
+def test_a_missing_plus_does_not_hide_a_wrong_value(module: ModuleType) -> None:
+    lag = f"{OWN}.staleness.max_lag"
+    given = ["actor_rollout_ref.rollout.name=vllm", "async_pipeline=True", "async_strategy=two", f"{lag}=-1"]
+    with pytest.raises(ConfigError) as raised:
+        module.check_command_line(given)
+    found = raised.value.problems
+    for path in ("async_pipeline", "async_strategy", lag):
+        assert (
+            f"+{path} must be written with its +, since this config has no such key; write +{path}=..."
+            in found
+        )
+    assert any(problem.startswith("async_strategy must be one of") for problem in found)
+    assert any(problem.startswith(f"{lag} must be") for problem in found)
 
 
 def test_a_contradiction_is_named_although_hydra_refuses_the_rest(module: ModuleType) -> None:

@@ -59,17 +59,6 @@ def test_fsdp_is_not_looked_at(module: ModuleType, smoke: Smoke) -> None:
     module.check_megatron(smoke(), critic=True)
 
 
-def test_the_strategy_alone_does_not_select_verls_config(module: ModuleType, smoke: Smoke) -> None:
-    with pytest.raises(ConfigError, match="got the one of FSDPActorConfig; set model_engine=megatron"):
-        module.check_megatron(smoke({f"{ACTOR}.strategy": "megatron"}), critic=False)
-
-
-def test_verls_config_alone_does_not_select_the_engine(module: ModuleType, smoke: Smoke) -> None:
-    mixed = smoke({f"{ACTOR}._target_": "verl.workers.config.McoreActorConfig"})
-    with pytest.raises(ConfigError, match="strategy must be megatron with model_engine=megatron, got fsdp2"):
-        module.check_megatron(mixed, critic=False)
-
-
 def test_missing_packages_are_named(
     module: ModuleType, megatron: Smoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:

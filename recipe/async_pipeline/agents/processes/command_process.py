@@ -18,24 +18,33 @@ If it gets `mounts` too (`sandbox.Sandbox.mounts`), the command is in a sandbox,
 The kernel kills all its processes when init ends, which nothing inside can kill or trace. The mounts cannot
 be undone: nothing inside has a capability, and further namespaces inherit the mounts as one.
 
+If the mounts have `gateway`, an address or nothing, it also has its own network, where 127.0.0.1 has the port
+of that address and nothing else. It sends the listening socket to the guard, which passes connections on.
+
 The guard is run as a file and imports the standard library only: an episode should not pay for more.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
+import socket
+import struct
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 _SET_PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 _NEW_NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000
 """Of mounts, IPC, users and processes."""
+_NEW_NETWORK, _SET_INTERFACE_FLAGS, _INTERFACE_UP = 0x40000000, 0x8914, 1
 _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _RDONLY = 442, -100, 0x8000, 1
 _CAPABILITY_VERSION = 0x20080522
@@ -54,11 +63,16 @@ def main(arguments: list[str]) -> int:
     lifeline, report = map(int, arguments)
     spec = json.load(sys.stdin)
     adopt_orphans()
+    gateway = (spec.get("mounts") or {}).get("gateway")
+    here, there = socket.socketpair()
     command = os.fork()
     if command == 0:
         os.close(lifeline)
         os.close(report)
-        run(spec)
+        run(spec, there)
+    there.close()
+    if gateway:
+        start_thread(forward, here, gateway)
 
     try:
         os.setpgid(command, command)
@@ -81,7 +95,7 @@ def adopt_orphans() -> None:
         _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
-def run(spec: Mapping[str, Any]) -> None:
+def run(spec: Mapping[str, Any], guard: socket.socket) -> None:
     """Replace this process by the command, or by the init of its sandbox. Exits if it cannot be started."""
     if sys.platform == "linux":
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -91,7 +105,10 @@ def run(spec: Mapping[str, Any]) -> None:
     if spec.get("mounts") is None:
         execute(spec)
     try:
-        new_namespaces()
+        gateway = spec["mounts"].get("gateway")
+        new_namespaces(0 if gateway is None else _NEW_NETWORK)
+        if gateway:
+            listen(gateway, guard)
         init = os.fork()
         if init == 0:
             _prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -108,16 +125,25 @@ def execute(spec: Mapping[str, Any]) -> None:
     """Replace this process by the command. Exits if it cannot be started."""
     try:
         os.chdir(spec["cwd"])
-        os.execvpe(spec["command"][0], spec["command"], spec["env"])
+        in_memory = {name: file_in_memory(text) for name, text in spec.get("in_memory", {}).items()}
+        os.execvpe(spec["command"][0], spec["command"], {**spec["env"], **in_memory})
     except OSError as error:
         os.write(2, f"{spec['command'][0]}: {error.strerror}\n".encode())
         os._exit(NOT_STARTED)
 
 
-def new_namespaces() -> None:
+def file_in_memory(text: str) -> str:
+    """Return the path of a file that has no name in any folder: a descriptor of this process."""
+    descriptor = os.memfd_create("file", 0)
+    with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+        file.write(text)
+    return f"/dev/fd/{descriptor}"
+
+
+def new_namespaces(further: int = 0) -> None:
     """Put this process and its children into new namespaces, with the same user. Raises OSError."""
     user, group = os.geteuid(), os.getegid()
-    _call("unshare", _NEW_NAMESPACES)
+    _call("unshare", _NEW_NAMESPACES | further)
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {user} 1"),
@@ -125,6 +151,51 @@ def new_namespaces() -> None:
     ):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
+
+
+def listen(address: str, guard: socket.socket) -> None:
+    """Have the guard listen on the port of an address, in a network that is new. Raises OSError."""
+    with socket.socket() as listening:
+        fcntl.ioctl(listening, _SET_INTERFACE_FLAGS, struct.pack("16sh22x", b"lo", _INTERFACE_UP))
+        listening.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        listening.listen()
+        socket.send_fds(guard, [b"."], [listening.fileno()])
+
+
+def forward(command: socket.socket, address: str) -> None:
+    """Receive the socket that listens in the command's network, and pass connections on to an address."""
+    host, _, port = address.rpartition(":")
+    _, received, _, _ = socket.recv_fds(command, 1, 1)
+    if not received:
+        return  # there is no sandbox
+    listening = socket.socket(fileno=received[0])
+    while True:
+        client, _ = listening.accept()
+        try:
+            server = socket.create_connection((host.strip("[]"), int(port)))
+        except OSError:
+            client.close()
+            continue
+        start_thread(pass_on, client, server)
+        start_thread(pass_on, server, client)
+
+
+def pass_on(source: socket.socket, target: socket.socket) -> None:
+    """Pass on what arrives until its end, which is passed on too."""
+    try:
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        # One side is gone, and the other must learn of it.
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def start_thread(function: Callable[..., None], *arguments: Any) -> None:
+    """Start a thread that ends with the process."""
+    threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
 def hide(mounts: Mapping[str, list[str]]) -> None:

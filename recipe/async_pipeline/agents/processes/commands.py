@@ -87,15 +87,17 @@ async def run_command(
     log: OutputLog | None = None,
     left: LeftBehind | None = None,
     mounts: Mapping[str, Sequence[str]] | None = None,
+    in_memory: Mapping[str, str] | None = None,
 ) -> Finished:
     """Run a command until it ends. If cancelled, it is killed with everything that it started.
 
     `log` gets its output as it arrives; `left` counts processes that left its process group and still run;
-    `mounts` makes its sandbox, if it has one. Raises OSError if the guard cannot be started. A command
-    that cannot be started has the status 127, and 125 without the sandbox that it should have.
+    `mounts` makes its sandbox, if it has one; `in_memory` has further variables, each for a file with this
+    text, a descriptor that only the command inherits. Raises OSError if the guard cannot be started. A
+    command that cannot be started has the status 127, and 125 without the sandbox that it should have.
     """
     loop = asyncio.get_running_loop()
-    guard = await made_in_executor(lambda: _Guard(command, cwd, env, mounts), _Guard.end)
+    guard = await made_in_executor(lambda: _Guard(command, cwd, env, mounts, in_memory), _Guard.end)
     process = guard.process
     transports: list[asyncio.BaseTransport] = []
     try:
@@ -142,9 +144,11 @@ class _Guard:
         cwd: Path,
         env: Mapping[str, str],
         mounts: Mapping[str, Sequence[str]] | None,
+        in_memory: Mapping[str, str] | None = None,
     ) -> None:
         """Start it. Raises OSError."""
         spec = {"command": list(command), "cwd": str(cwd), "env": dict(env), "mounts": mounts}
+        spec["in_memory"] = dict(in_memory or {})
         lifeline, self._lifeline = os.pipe()
         self._reported, report = os.pipe()
         os.set_blocking(self._reported, False)

@@ -40,8 +40,8 @@ class Folder:
         self._lock: int | None = None
         self._making: asyncio.Future[None] | None = None
 
-    async def make(self, name: str, content: Mapping[str, Any]) -> None:
-        """Make it, with an object in a file. The first one of a process also deletes the abandoned ones."""
+    async def make(self, name: str | None = None, content: Mapping[str, Any] | None = None) -> None:
+        """Make it, with an object in a named file. The first of a process also deletes abandoned ones."""
         text = json.dumps(content, ensure_ascii=False)
         self._making = asyncio.get_running_loop().run_in_executor(None, self._make, name, text)
         # A thread cannot be stopped: the folder is deleted when it has been made.
@@ -61,7 +61,7 @@ class Folder:
     def _delete_in_thread(self, *_: object) -> None:
         asyncio.get_running_loop().run_in_executor(None, self._delete)
 
-    def _make(self, name: str, text: str) -> None:
+    def _make(self, name: str | None, text: str) -> None:
         place = tempfile.gettempdir()
         with _sweeping:
             if place not in _swept:
@@ -71,7 +71,8 @@ class Folder:
         (self.path / MARK).touch()
         self._lock = _locked(self.path)
         self.path = self.path.rename(self.path.with_name(self.path.name.removeprefix("new-")))
-        (self.path / name).write_text(text, encoding="utf-8")
+        if name is not None:
+            (self.path / name).write_text(text, encoding="utf-8")
 
     def _delete(self) -> None:
         if self.path != Path():

@@ -41,26 +41,34 @@ class Sandbox:
 
     hidden: tuple[str, ...]
     """Absolute paths, without links."""
+    offline: bool = False
+    """Whether they have no network but the gateway."""
 
     @classmethod
-    def of(cls, paths: Iterable[str | os.PathLike[str]]) -> Sandbox:
+    def of(cls, paths: Iterable[str | os.PathLike[str]], offline: bool = False) -> Sandbox:
         """Hide paths of a run, and what no command may read: temporary folders, and secrets of the user."""
         named = (os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name))
         every = (*paths, *TEMPORARY, tempfile.gettempdir(), *SECRETS, *named)
-        return cls(hidden=tuple(sorted({_real(path) for path in every} - {"/"})))
+        return cls(hidden=tuple(sorted({_real(path) for path in every} - {"/"})), offline=offline)
 
     def mounts(
-        self, command: Sequence[str], writable: Iterable[Path], shown: Iterable[str] = ()
-    ) -> dict[str, list[str]]:
+        self,
+        command: Sequence[str],
+        writable: Iterable[Path],
+        shown: Iterable[str] = (),
+        gateway: str = "",
+    ) -> dict[str, Sequence[str]]:
         """Return the mounts of a command; see `command_process.hide`.
 
-        `writable`: its folders. `shown`: what it may read of the hidden, besides what it names.
+        `writable`: its folders. `shown`: what it may read of the hidden, besides what it names. `gateway`:
+        host:port, of which it has the port on 127.0.0.1 if it is offline.
         """
-        return {
-            "hidden": list(self.hidden),
+        mounts: dict[str, Sequence[str]] = {
+            "hidden": self.hidden,
             "shown": [*shown, *self._needed(command)],
             "writable": [str(path) for path in writable],
         }
+        return {**mounts, "gateway": gateway} if self.offline else mounts
 
     def _needed(self, command: Sequence[str]) -> list[str]:
         """Return which hidden paths a command needs: its virtual environment, and the folders of its files.
@@ -82,13 +90,13 @@ class Sandbox:
 
 
 @functools.cache
-def reason_without() -> str:
+def reason_without(offline: bool = False) -> str:
     """Return why this machine has no sandbox, or nothing if it has. The first call tries it, and blocks."""
     if sys.platform != "linux":
         return f"{platform.system()} has no namespaces"
     command = ["/bin/true"]
     try:
-        finished = try_command(command, Sandbox.of(()).mounts(command, ()), TRY_S)
+        finished = try_command(command, Sandbox.of((), offline).mounts(command, ()), TRY_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if finished.status == 0 else finished.describe()

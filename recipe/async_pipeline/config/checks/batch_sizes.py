@@ -216,6 +216,8 @@ def _faults_of_mesh(config: Mapping[str, Any], ranks: Ranks, fsdp: str, model: s
 def _check_mini_batches(config: Mapping[str, Any], ranks: Mapping[str, Ranks]) -> None:
     """Raises ConfigError if a mini-batch is larger than the batch, or does not divide over its ranks."""
     batch, n = int(select(config, BATCH)), int(select(config, f"{ROLLOUT}.n"))
+    if min(batch, n) < 1:
+        return  # `verl_values` refuses them
 
     def check(section: str, name: str, of: Ranks) -> None:
         path = f"{section}.ppo_mini_batch_size"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...errors import ConfigError
-from ..paths import hint, nested, select
+from ..paths import OWN, hint, nested, select
 from .refusals import Refusal, Settings, any_of, must_be_on, must_be_one_of, number_above, other_than, refuse
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -181,6 +181,19 @@ LEFT_OUT: tuple[Refusal, ...] = (
         "set it",
         f"with {CORRECTION}.rollout_rs",
         lambda at: at[f"{CORRECTION}.rollout_rs"] is not None,
+    ),
+    must_be_on(
+        _ROLLOUT_LOG_PROBS,
+        "set it",
+        f"with {OWN}.staleness.ess_floor",
+        lambda at: at[f"{OWN}.staleness.ess_floor"] is not None,
+    ),
+    Refusal(
+        f"{OWN}.staleness.ess_floor",
+        any_of(None),
+        f"must be null {_OF_THE_ROLLOUT}, since all weights are 1 then",
+        "leave it out",
+        _bypassed,
     ),
     Refusal(
         f"{CORRECTION}.rollout_is",

@@ -23,6 +23,7 @@ def schedule_of(
     return cls(
         max_lag=staleness.max_lag,
         depth=staleness.depth,
+        ess_floor=staleness.ess_floor,
         oldest_share=staleness.oldest_share,
         straggler=staleness.straggler,
         sync_every=knobs.weight_sync.every,

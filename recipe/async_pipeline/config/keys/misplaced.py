@@ -105,6 +105,13 @@ def _places() -> Mapping[str, tuple[str, ...]]:
     return {name: tuple(places) for name, places in found.items()}
 
 
+def is_own(path: str) -> bool:
+    """Return whether this package reads a key, also if the config does not have it."""
+    if path.startswith(f"{OWN}."):
+        return path.removeprefix(f"{OWN}.") in {*knob_paths()} - {*mapping_knobs(AsyncPipelineConfig)}
+    return path in _places().get(path.rpartition(".")[2], ())
+
+
 def _check_async_training(raw: Mapping[str, Any]) -> None:
     """Raises ConfigError for a key of verl's fully asynchronous trainer that has no meaning here."""
     section = select(raw, ASYNC_TRAINING)
@@ -157,15 +164,17 @@ def unknown_key(path: str, near: str | None = None, *, read: bool = True, fixed:
     """
     if near is not None:
         return f"{path} is not a key of this config; did you mean {near!r}?"
+    if is_own(path):  # with another first word than the problems of its value, which are told as well
+        return f"+{path} must be written with its +, since this config has no such key; write +{path}=..."
     if not path.startswith(f"{OWN}."):
         places = _places().get(path.rpartition(".")[2], ())
-        if places and path not in places:
+        if places:
             return f"{path} is not a key of this config; leave it out, or set ++{' or ++'.join(places)}"
-        if path.partition(".")[0] in (ASYNC_TRAINING, "rollout") and not places:
+        if path.partition(".")[0] in (ASYNC_TRAINING, "rollout"):
             return f"{path} is not a key of this config, and not supported; leave it out"
-        if fixed and not places:
+        if fixed:
             return f"{path} is not a key of this config, nor of its section's class; leave it out"
-        if not (read or places):
+        if not read:
             return (
                 f"{path} is not a key of this config, and no code of verl reads it; leave it out, or write "
                 f"+{path}=... for code of yours that does"
@@ -178,7 +187,8 @@ def unknown_key(path: str, near: str | None = None, *, read: bool = True, fixed:
             f"{path} gets no further names without a +; write +{path}={{...}} to add them, and {path}=null "
             "before it to remove the names of the configuration"
         )
-    known = {*knob_paths(), *sections_of(AsyncPipelineConfig)}
-    if knob in known or knob.startswith(tuple(f"{mapping}." for mapping in mappings)):
+    if knob in sections_of(AsyncPipelineConfig) or knob.startswith(
+        tuple(f"{mapping}." for mapping in mappings)
+    ):
         return f"{path} is a knob that this config does not have; write +{path}=... to add it"
     return unknown(AsyncPipelineConfig, knob)

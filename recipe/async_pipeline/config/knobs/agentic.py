@@ -134,10 +134,11 @@ class AgenticConfig:
     verify: str | None = None
     """A command that runs after the agent, in its folder, and prints the reward: {"reward": 1.0} as its last
     line. Default: the reward that the agent gives, or else the reward function's."""
-    sandbox: Literal["auto", "on", "off"] = "auto"
+    sandbox: Literal["auto", "on", "offline", "off"] = "auto"
     """Whether the command and `verify` run where they see no other processes and no files of the run, and may
     write in their own folders only (docs/agents.md): where the kernel permits it (auto; `async-pipeline
-    doctor` says so), else the run is refused (on), or never (off)."""
+    doctor` says so), else the run is refused (on), also without a network but the gateway (offline), or never
+    (off)."""
     sandbox_hidden: tuple[str, ...] = ()
     """Further files and folders that they do not see in the sandbox, such as a data set's source."""
     gateway: GatewayConfig = GatewayConfig()
@@ -236,9 +237,9 @@ class AgenticConfig:
                 f"{self.PATH}.agent_env requires a command as the agent, or verify, got "
                 f"agent={self.agent!r}; remove it"
             )
-        if self.sandbox == "on" and not self.has_commands:
+        if self.sandbox in ("on", "offline") and not self.has_commands:
             raise ConfigError(
-                f"{self.PATH}.sandbox=on requires a command as the agent, or verify, got "
+                f"{self.PATH}.sandbox={self.sandbox} requires a command as the agent, or verify, got "
                 f"agent={self.agent!r}, which runs elsewhere; make it a command, or remove the key"
             )
         # `verify` does not reach the policy, and may use another model.

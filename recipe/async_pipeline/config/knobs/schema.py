@@ -53,6 +53,10 @@ class StalenessConfig:
     depth: int | None = None
     """Batches that may be in flight or waiting in addition to the one that trains. With less than max_lag,
     responses are younger on average, and slow ones may still take until max_lag. Default: max_lag."""
+    ess_floor: float | None = None
+    """Smallest effective sample size of a step, as a share: while the importance weights of what is trained
+    have a smaller one, fewer batches are generated ahead, and more again when it stays above. A step has a
+    share of 1 if its samples are of its own policy. Default: none, the lag does not follow it."""
     oldest_share: float = 1.0
     """Share of each batch that may have the full max_lag; the rest is at least one version younger. With
     max_lag 2, a share of 0.5 is ROLL's async_generation_ratio 1.5."""
@@ -68,6 +72,15 @@ class StalenessConfig:
             raise ConfigError(
                 f"{self.PATH}.depth must be from 0 to max_lag, {self.max_lag}, got {self.depth}; leave it "
                 "out for max_lag"
+            )
+        if (floor := self.ess_floor) is not None and not 0 < floor < 1:
+            raise ConfigError(
+                f"{self.PATH}.ess_floor must be above 0 and below 1, got {floor}; leave it out for none"
+            )
+        if floor is not None and not self.batches_ahead:
+            raise ConfigError(
+                f"{self.PATH}.ess_floor must be null without batches ahead, got {floor}; leave it out, or "
+                "raise max_lag and depth"
             )
         if not 0 < self.oldest_share <= 1:
             raise ConfigError(

@@ -18,6 +18,7 @@ TOOL_AGENT = "tool_agent"
 SANDBOXES = {
     "auto": "its commands run in a sandbox on hosts that permit one, as doctor says (sandbox=auto)",
     "on": "its commands run in a sandbox (sandbox=on)",
+    "offline": "its commands run in a sandbox, and reach the gateway only (sandbox=offline)",
     "off": "its commands can read the files and processes of the run (sandbox=off)",
 }
 OF_ALL_LOOPS = ("agent_failed", "deadline")

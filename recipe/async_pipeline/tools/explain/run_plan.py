@@ -222,6 +222,10 @@ def describe_plan(plan: Plan) -> list[str]:
             f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups "
             f"have lag {lag}"
         )
+    if (floor := staleness.ess_floor) is not None:
+        lines.append(
+            f"                less while a step's effective sample size is below {floor:.0%} of its size"
+        )
     if staleness.straggler != "wait" and lag > 0:
         what = {
             "drop": "given up",

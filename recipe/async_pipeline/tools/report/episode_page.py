@@ -29,8 +29,18 @@ MAX_OUTPUTS = 20
 """Files of failed attempts that belong to no episode of the page, the newest ones."""
 COLOURS = ("c-generate", "c-train", "c-sync", "c-values", "c-logp", "c-other", "c-data", "c-reward")
 """Of versions, in their order; more versions use the colours again."""
-CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)", re.DOTALL)
-"""How the chat templates of the most frequent model families write calls of tools."""
+CALLS = (
+    (r"<tool_call>", r"</tool_call>"),
+    (r"<function=", r"</function>"),
+    (r"<(?:｜DSML｜)?invoke name=", r"</(?:｜DSML｜)?invoke>"),
+    (r"<｜tool▁call▁begin｜>", r"<｜tool▁call▁end｜>"),
+    (r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>"),
+    (r"functions\.[\w-]+:\d+\{", r"(?=functions\.[\w-]+:\d+\{)"),
+    (r"(?:<\|channel\|>)?commentary to=functions\.", r"<\|call\|>"),
+)
+"""How the chat templates of the most frequent model families begin and end calls of tools. verl's files lack
+the special tokens, so the forms of Kimi and gpt-oss are known without them too."""
+CALL = re.compile("|".join(rf"{begin}.*?(?:{end}|\Z)" for begin, end in CALLS), re.DOTALL)
 
 
 class TurnPart(NamedTuple):
@@ -195,7 +205,10 @@ def _conversation(
     answers = 0
     for own, parts in groupby(one.parts, key=lambda part: part.own):
         answers += own
-        turns.append(_turn(f"turn {answers}" if own else "read", [*parts]))
+        turn = _turn(f"turn {answers}" if own else "read", [*parts])
+        if own and answers <= len(one.turn_rewards):
+            turn = turn._replace(heading=f"{turn.heading}, reward {amount(one.turn_rewards[answers - 1])}")
+        turns.append(turn)
     return Conversation(one, heading, turns)
 
 

@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.keys.misplaced import unknown_key
+from ...config.keys.misplaced import is_own, unknown_key
 from ...config.keys.overrides import explain_complaint, is_refused, sets, unknown_among, unknown_in
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
@@ -73,11 +73,18 @@ def composed(folder: Path | None, name: str, overrides: list[str]) -> tuple[Dict
             raise _as_config_error(error) from None
     # Without plain overrides there is no unknown key, and the rest shows which ones are.
     base, chosen, wrong = _with_choices(folder, name, [word for word in overrides if _chooses(word)])
-    words = [word for word in overrides if word in chosen or not _chooses(word)]
+    both = ((word, f"+{word}") for word in overrides)
+    words = [
+        plus if plus in chosen else word
+        for word, plus in both
+        if {word, plus} & {*chosen} or not _chooses(word)
+    ]
     unknown = unknown_among(words, lambda path: _has(base, path))
     problems = tuple(_unknown(path, overrides) for path in dict.fromkeys(unknown.values()))
+    # Only the `+` of one of ours is missing: its value is checked with the rest.
+    added = [f"+{word}" if is_own(unknown.get(word, "")) else word for word in words]
     try:
-        config = _composed_by_hydra(folder, name, [word for word in words if word not in unknown])
+        config = _composed_by_hydra(folder, name, [word for word in added if word not in unknown])
     except (HydraException, ValueError) as error:
         raise _as_config_error(error) from None
     return config, (*wrong, *problems)
@@ -99,8 +106,10 @@ def _with_choices(
             left = [word for word in words if not is_refused(word, str(error))]
             if left == words:
                 raise _as_config_error(error) from None
-            path, words = unknown_in(str(error)), left
-            problems.append(str(_as_config_error(error)) if path is None else _unknown(path, words))
+            path, refused = unknown_in(str(error)), [word for word in words if word not in left]
+            added = [f"+{word}" for word in refused if word.partition("=")[0] == path and is_own(path)]
+            words = [*left, *added]
+            problems.append(str(_as_config_error(error)) if path is None else _unknown(path, left))
 
 
 def _unknown(path: str, overrides: list[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.checks.divisibility import check_replicas
-from ...config.checks.refusals import Settings, refuse
+from ...config.checks.refusals import Settings, check_all, refuse
 from ...config.checks.rollout_correction import (
     CORRECTION,
     LEFT_OUT,
@@ -19,6 +19,7 @@ from ...config.checks.rollout_correction import (
     check_estimator,
     check_loss,
 )
+from ...config.checks.training_engine import check_class
 from ...config.checks.user_classes import find_class, schedule_at
 from ...config.checks.verl_options import (
     ADAPTERS,
@@ -42,7 +43,7 @@ from ...installed.verl import COMPOSED
 from ...stages.custom import insert_custom_stages
 from ..launch.light_verl import compute, fields_of, registered_estimators, registered_losses
 from ..launch.run_config import address_to_join
-from .megatron_rules import check_megatron
+from .megatron_rules import ACTOR, CRITIC, REF, check_megatron
 from .model_rules import ROLLOUT, check_model, has_critic, has_reference
 from .verl_keys import verl_trees
 
@@ -92,6 +93,12 @@ def check_types(config: Mapping[str, Any]) -> None:
         raise ConfigError(*found)
 
 
+def check_engines(config: DictConfig) -> None:
+    """Raises ConfigError if a model has a training engine that its section is not for."""
+    sections = (ACTOR, *([REF] if has_reference(config) else []), *([CRITIC] if has_critic(config) else []))
+    check_all(*(partial(check_class, config, section) for section in sections))
+
+
 def check_verl_config(config: DictConfig) -> None:
     """Raises ConfigError for an option of verl that the pipeline does not support."""
     refuse((*RULES, *VALUES, *ESTIMATORS), Settings(config))
@@ -103,6 +110,7 @@ def check_adapters(config: DictConfig) -> None:
 
 
 OPTION_CHECKS: tuple[Callable[[DictConfig], None], ...] = (
+    check_engines,
     check_verl_config,
     lambda config: check_megatron(config, critic=has_critic(config)),
     check_adapters,

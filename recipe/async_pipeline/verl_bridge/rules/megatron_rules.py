@@ -114,13 +114,6 @@ WITH_REPLAY: tuple[Refusal, ...] = (
 
 def check_megatron(config: DictConfig, *, critic: bool) -> None:
     """Raises ConfigError for settings of Megatron that cannot work."""
-    for section in (ACTOR, CRITIC) if critic else (ACTOR,):
-        engine = OmegaConf.select(config, f"{section}.strategy")
-        if engine != "megatron" and config_class(config, section).startswith("Mcore"):
-            raise ConfigError(
-                f"{section}.strategy must be megatron with model_engine=megatron, got {engine}; set both, by "
-                "training_engine=megatron in this package's configurations"
-            )
     sections = dict(_sections(config, critic=critic))
     strategy, ref = config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.ref.strategy
     check_all(
@@ -132,11 +125,6 @@ def check_megatron(config: DictConfig, *, critic: bool) -> None:
 
 
 def _check_engine(config: DictConfig, section: str, model: str) -> None:
-    if OmegaConf.select(config, f"{section}.megatron") is None:
-        raise ConfigError(
-            f"{section}.strategy=megatron requires verl's config of Megatron, got the one of "
-            f"{config_class(config, section)}; set model_engine=megatron"
-        )
     check_all(
         lambda: _require_packages(section),
         lambda: refuse(RULES, Settings(config, section=section)),
@@ -159,18 +147,14 @@ def _require_same_sizes(config: DictConfig, first: str, other: str) -> None:
             )
 
 
-def config_class(config: DictConfig, section: str) -> str:
-    """Return the name of the class that verl makes of a section."""
-    return str(OmegaConf.select(config, f"{section}._target_")).rpartition(".")[2]
-
-
 def _sections(config: DictConfig, *, critic: bool) -> Iterator[tuple[str, str]]:
     """Yield the sections whose engine is Megatron, each with the section of its model."""
     roles = [(ACTOR, MODEL)]
     roles += [(REF, MODEL)] if has_reference(config) else []
     roles += [(CRITIC, f"{CRITIC}.model")] if critic else []
     for section, model in roles:
-        if OmegaConf.select(config, f"{section}.strategy") == "megatron":
+        engine, sizes = (OmegaConf.select(config, f"{section}.{name}") for name in ("strategy", "megatron"))
+        if engine == "megatron" and sizes is not None:
             yield section, model
 
 

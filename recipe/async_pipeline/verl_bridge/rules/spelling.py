@@ -27,6 +27,8 @@ from .verl_keys import is_read, verl_trees
 
 PLAIN = ("trainer",)
 """Sections without a dataclass, of which verl's configuration has all keys."""
+OLDER = "reward_model"
+"""A section of older configurations, of which `older_verl` has every key that is still read somewhere."""
 READ_BY_NAME = ("", "actor_rollout_ref", "data", *PLAIN)
 """Sections without a dataclass that verl passes to nothing as a whole."""
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -111,8 +113,8 @@ def without_unread(words: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
     for word in given:
         section, name = added.get(word, ("", ""))
         there = _sections_at(section)
-        has_class = section not in READ_BY_NAME
-        if not name or name in read:
+        has_class = section not in READ_BY_NAME and not _is_older(section)
+        if not name or (name in read and not _is_older(section)):
             rest.append(word)
         elif (has_class or section in PLAIN) and any(near_key(name, _known(section, one)) for one in there):
             rest.append(word)  # `check_spelling` refuses it
@@ -121,6 +123,10 @@ def without_unread(words: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
             unless = "" if has_class else ", unless yours does"
             notes.append(f"ignored: {_key(word)}, because no code of verl reads it{unless}")
     return rest, tuple(notes)
+
+
+def _is_older(section: str) -> bool:
+    return section.partition(".")[0] == OLDER
 
 
 def _key(word: str) -> str:
@@ -149,7 +155,8 @@ def _added(word: str) -> tuple[str, str] | None:
         there = _sections_at(section)
         if not any(name in one for one in there):
             has_class = any(TARGET in one for one in there)
-            return (section, name) if has_class or section in READ_BY_NAME else None
+            named = has_class or section in READ_BY_NAME or _is_older(section)
+            return (section, name) if named else None
         section = f"{section}.{name}".lstrip(".")
     return None
 

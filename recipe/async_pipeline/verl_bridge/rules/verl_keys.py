@@ -37,7 +37,8 @@ def keys_without_effect(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_read(path: str) -> bool:
-    """Return whether verl's source may read a key: its names are words there, or verl is not here.
+    """Return whether verl's source may read a key: its names are attributes or texts there, or verl is not
+    here.
 
     Arguments of Ray's start are Ray's.
     """
@@ -52,7 +53,7 @@ def is_read(path: str) -> bool:
 @cache
 def _words_below(root: Path) -> frozenset[bytes]:
     files = (root / "verl").rglob("*.py")
-    return frozenset(word for file in files for word in re.findall(rb"\w+", file.read_bytes()))
+    return frozenset(word for file in files for word in re.findall(rb"[.\"'](\w+)", file.read_bytes()))
 
 
 def near_key(path: str) -> str | None:

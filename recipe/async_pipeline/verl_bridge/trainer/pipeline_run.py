@@ -499,10 +499,10 @@ class PipelineRun:
     async def update_critic(self, batch: StepBatch) -> StepBatch:
         return await self.stages.update_critic(batch)
 
-    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> float | None:
         if self.stages.is_one_update(batch):
             batch = await self.log_probs.of_update(batch)
-        await self.report.finish(batch, facts)
+        return await self.report.finish(batch, facts)
 
     async def save(
         self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
@@ -515,6 +515,9 @@ class PipelineRun:
     async def publish(self, version: int, snapshot: object) -> Publication:
         assert isinstance(snapshot, WeightTicket)
         return await self.publisher.publish(snapshot)
+
+    def narrowed(self, why: str) -> None:
+        say(why)
 
     def stepped(self, change: Change) -> None:
         say(f"weight updates are now {change.level.name.lower().replace('_', '-')}: {change.why}")

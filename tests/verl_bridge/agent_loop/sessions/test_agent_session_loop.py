@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
+import inspect
 import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -29,6 +32,7 @@ from recipe.async_pipeline.agents.runners import Policy
 from recipe.async_pipeline.config.knobs.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed
 from recipe.async_pipeline.gateway.client import Client, claimed
+from recipe.async_pipeline.lab.bench.two_hosts import TwoHosts
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import (
     END,
@@ -43,6 +47,7 @@ from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode_attempts impo
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import ROW_SPANS, ROW_TURNS, merged
 from tests import HANG_S
 from tests.fakes.environments import COUNTING, Counting
+from tests.fakes.private_mounts import may_unshare
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -386,6 +391,53 @@ def test_a_program_outside_of_the_run_claims_the_episode(table_of: TableOf, tmp_
     assert list(tmp_path.iterdir()) == [], "its address is gone"
 
 
+RUNNER = """
+import sys
+from client import Client, GatewayError, claimed
+
+played = False
+while not played:
+    with claimed(sys.argv[1], 0.05) as task:
+        if task is None:
+            continue
+        try:
+            Client(task.base_url, "sk-of-another").generate([5, 6, 7])
+        except GatewayError as error:
+            refused = error.status
+        Client(task.base_url, task.api_key).generate([5, 6, 7])
+        task.reward, played = refused, True
+"""
+
+
+@pytest.mark.skipif(not may_unshare(), reason="namespaces require root")
+def test_a_runner_on_another_host_plays_the_episode(
+    table_of: TableOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a copy of the client. The hosts share a folder and a link, and no loopback."""
+    monkeypatch.setattr(TwoHosts, "_start_ray", lambda *_: None)
+    hosts, outputs = TwoHosts(1, 1), list[Any]()
+    table = table_of(agent="external", gateway=GatewayConfig(runners_dir=str(tmp_path), host="0.0.0.0"))
+
+    def play_on_the_first() -> None:
+        with open(f"/proc/{hosts.first.pid}/ns/net") as network:
+            assert ctypes.CDLL(None).setns(network.fileno(), 0) == 0
+        outputs.extend(table.play(Engine()))
+
+    try:
+        hosts.first.run("ip", "route", "add", "default", "via", hosts.second.address)
+        playing = threading.Thread(target=play_on_the_first, daemon=True)
+        playing.start()
+        shutil.copy(str(inspect.getsourcefile(Client)), tmp_path)
+        (tmp_path / "runner.py").write_text(RUNNER)
+        hosts.second.run(sys.executable, str(tmp_path / "runner.py"), str(tmp_path))
+        playing.join(HANG_S)
+    finally:
+        hosts.close()
+    (output,) = outputs
+    assert (output.extra_fields[END], output.reward_score) == ("done", 401.0)
+    assert f"agents on other hosts reach the gateway at http://{hosts.first.address}:" in caplog.text
+
+
 async def test_a_gateway_whose_address_cannot_be_written_is_started_by_the_next_episode(
     table_of: TableOf, module: ModuleType, tmp_path: Path
 ) -> None:
@@ -456,10 +508,11 @@ def test_commands_are_in_a_sandbox_where_there_is_one(
         with pytest.raises(EnvironmentFailed, match="No such file"):
             reward()
 
-    monkeypatch.setattr(module, "reason_without", lambda: "not permitted")
+    monkeypatch.setattr(module, "reason_without", lambda *_: "not permitted")
     assert reward() == 1.0 and "without a sandbox (not permitted)" in caplog.text
-    with pytest.raises(ConfigError, match=r"sandbox=on requires a sandbox on .*, got none \(not permitted\)"):
-        reward(sandbox="on")
+    for value in ("on", "offline"):
+        with pytest.raises(ConfigError, match=rf"sandbox={value} requires .*, got none \(not permitted\)"):
+            reward(sandbox=value)
 
 
 async def rewards_itself(task: dict[str, Any], policy: Policy) -> float:

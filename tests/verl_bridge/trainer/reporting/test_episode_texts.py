@@ -29,6 +29,11 @@ EXTRA: dict[str, dict[str, Any]] = {
 """What the reward function returned."""
 
 
+def scores(ids: list[int]) -> list[float]:
+    """Each part has a reward of 0.1 at its last token."""
+    return [0.0] * (len(ids) - 1) + [0.1]
+
+
 class Store:
     """A sample store, the rows in the order in which they are requested."""
 
@@ -48,7 +53,7 @@ class Store:
                 "prompts": torch.tensor(self._tokenizer.encode(f"P.> {key}")),
                 "responses": torch.tensor([token for ids, _ in parts for token in ids]),
                 "loss_mask": torch.tensor([mask for ids, mask in parts for _ in ids]),
-                "rm_scores": torch.tensor([0.5]),
+                "rm_scores": torch.tensor([score for ids, _ in parts for score in scores(ids)]),
                 "reward_model": {"ground_truth": ""},
                 "extra_info": self._info,
                 "extra_fields": {"reward_extra_info": EXTRA[key]} if key in EXTRA else {},
@@ -98,6 +103,11 @@ def test_the_parts_of_responses_are_written(
         "u_0_0": [[True, "R", 2], [False, "\n#..G>", None], [True, "", 3], [True, "é", 4]],
         "u_1_0": None,
         "pad_0_0": [[False, "x", None]],
+    }
+    assert {key: row["turn_rewards"] for key, row in rows.items()} == {
+        "u_0_0": [0.1, 0.1],
+        "u_1_0": None,
+        "pad_0_0": None,
     }
     assert rows["u_0_0"]["output"] == "R\n#..G>é"
     assert [row.get("place") for row in rows.values()] == [place] * 3

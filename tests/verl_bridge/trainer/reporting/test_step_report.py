@@ -77,7 +77,10 @@ class Parts:
             stages=SimpleNamespace(at=lambda step: quiet),
             publisher=SimpleNamespace(rollout_pool=SimpleNamespace(versions={}), metrics=dict),
             meters=SimpleNamespace(
-                selection=lambda: ({}, None), distances=lambda batch: ({}, None), stored=lambda: 4
+                selection=lambda: ({}, None),
+                distances=lambda batch: ({"off_policy/ess/all": 1 / batch.step}, None),
+                stored=lambda: 4,
+                share="off_policy/ess/all",
             ),
             bad_data=quiet,
             accounts=SimpleNamespace(take=dict, critical_role=str),
@@ -95,12 +98,13 @@ class Parts:
             raise self.error
         self.freed.append(keys)
 
-    async def finish(self, step: int) -> None:
+    async def finish(self, step: int) -> float | None:
         one = Trajectory(key=f"{step}", first_version=0, last_version=0, num_tokens=1, reward=1.0)
         payload = SimpleNamespace(keys=step, partition_id="train")
         group = Group(uid=f"{step}", step=step, trajectories=(one,))
         batch = StepBatch(step=step, groups=(group,), payload=payload, metrics=self.metrics)
-        await self.report.finish(batch, self.facts)
+        share: float | None = await self.report.finish(batch, self.facts)
+        return share
 
 
 PartsOf = Callable[..., Parts]
@@ -147,6 +151,12 @@ async def test_a_saved_step_and_the_last_one_are_reported_at_once(
     assert parts.freed == [step]
     assert parts.tracker.last["async_pipeline/sample_store/rows"] == 5.0, "its own row and 4 others"
     assert parts.tracker.last["async_pipeline/observers/off"] == 1.0
+
+
+async def test_the_share_is_that_of_the_newest_report(parts_of: PartsOf) -> None:
+    parts = parts_of(steps=3)
+    parts.report.begin()
+    assert [await parts.finish(step) for step in (1, 2, 3)] == [None, 1.0, 1 / 3]
 
 
 async def test_a_tracker_that_fails_holds_up_no_other(parts_of: PartsOf) -> None:

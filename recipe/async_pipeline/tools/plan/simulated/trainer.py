@@ -183,6 +183,9 @@ class SimulatedTrainer:
         """Not implemented: the cost of checkpoints is not simulated."""
         raise NotImplementedError
 
+    def narrowed(self, why: str) -> None:
+        """Do nothing: the effective sample size is not simulated."""
+
     def stepped(self, change: Change) -> None:
         """Do nothing: weight updates do not fail here, so asynchrony is never reduced."""
 

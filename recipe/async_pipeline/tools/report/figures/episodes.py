@@ -53,6 +53,8 @@ class EpisodeRecord:
     """The parts of the response in order; empty without a text. Adjacent ones of the policy are one turn."""
     turns: int = 1
     """Answers of the policy."""
+    turn_rewards: tuple[float, ...] = ()
+    """Of each turn; empty if only the response as a whole has a reward."""
     place: Mapping[str, Any] = field(default_factory=dict)
     """`index` and `seed` of its prompt, as far as they are known."""
 
@@ -170,6 +172,7 @@ def _with_text(one: EpisodeRecord, text: Mapping[str, Any]) -> EpisodeRecord:
             else TextPart(False, str(part))
             for own, part, *version in parts
         ),
+        turn_rewards=tuple(text.get("turn_rewards") or ()),
         place=text.get("place") or {},
     )
 

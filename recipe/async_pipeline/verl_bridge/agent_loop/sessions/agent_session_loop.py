@@ -12,6 +12,7 @@ the row of the last answer of the main one is scored.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import platform
 import time
@@ -102,6 +103,7 @@ class SessionSetup:
             self.sessions,
             claims=claims,
         ).app
+        self._is_local = ipaddress.ip_address(gateway.host).is_loopback
         self._make_server = partial(GatewayServer, app, gateway.unix_dir, gateway.host)
         self._server: GatewayServer | None = None
         self._starting = asyncio.Lock()
@@ -122,6 +124,8 @@ class SessionSetup:
                 except BaseException:
                     await server.stop()
                     raise
+                if not self._is_local:
+                    logger.warning("agents on other hosts reach the gateway at %s, unencrypted", server.url)
                 self._server = server
         return self._server
 
@@ -158,15 +162,16 @@ def sandbox_of(config: DictConfig, knobs: AgenticConfig) -> Sandbox | None:
     """
     if not knobs.has_commands or knobs.sandbox == "off":
         return None
-    if reason := reason_without():
-        if knobs.sandbox == "on":
+    offline = knobs.sandbox == "offline"
+    if reason := reason_without(offline):
+        if knobs.sandbox != "auto":
             raise ConfigError(
-                f"{knobs.PATH}.sandbox=on requires a sandbox on {platform.node()}, got none ({reason}); see "
-                "docs/agents.md, Sandbox, or set it to auto or off"
+                f"{knobs.PATH}.sandbox={knobs.sandbox} requires a sandbox on {platform.node()}, got none "
+                f"({reason}); see docs/agents.md, Sandbox, or set it to auto or off"
             )
         logger.warning("agents run without a sandbox (%s); see docs/agents.md, Sandbox", reason)
         return None
-    return Sandbox.of(hidden_paths(partial(OmegaConf.select, config), knobs))
+    return Sandbox.of(hidden_paths(partial(OmegaConf.select, config), knobs), offline)
 
 
 def setup_of(config: DictConfig) -> SessionSetup:

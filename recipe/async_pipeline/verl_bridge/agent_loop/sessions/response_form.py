@@ -5,16 +5,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....errors import RequestRefused
 from ....gateway.turns import ANY_TOOL, Form
 
-CALLS: Mapping[str, tuple[str, str, str]] = {
-    "hermes": ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
+
+class CallFormat(NamedTuple):
+    """How a family of models writes calls of tools."""
+
+    begin: str
+    """Before the arguments of a call; NAME is the name of the tool."""
+    end: str
+    """After the arguments."""
+    style: str = "json"
+    """XGrammar's name for the form of the arguments."""
+    separator: str = "\n"
+    """Between two calls."""
+    around: tuple[str, str] | None = None
+    """Before and after all calls."""
+    numbered: str = ""
+    """What follows the number of a call, if `begin` has one after it."""
+
+
+CALLS: Mapping[str, CallFormat] = {
+    "hermes": CallFormat('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+    "qwen3_coder": CallFormat("<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"),
+    "seed": CallFormat("<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", "qwen_xml"),
+    "glm": CallFormat("<tool_call>NAME", "</tool_call>", "glm_xml"),
+    "minimax": CallFormat(
+        *('<invoke name="NAME">\n', "</invoke>\n", "minimax_xml", ""),
+        ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    ),
+    "deepseek_v4": CallFormat(
+        *('<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>\n", "deepseek_xml", ""),
+        ("\n\n<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
+    ),
+    "kimi": CallFormat(
+        *("<|tool_call_begin|>functions.NAME:", "<|tool_call_end|>", "json", ""),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        "<|tool_call_argument_begin|>",
+    ),
 }
-"""What is before the name of a tool, between it and its arguments, and after them, by the names of verl's
-parsers. The arguments are JSON."""
+"""By the names of verl's parsers. XGrammar has no form for the arguments of gemma4. Calls of gpt-oss end with
+a token that ends the answer, too, and engines permit such tokens after the end of a grammar only."""
 
 
 def structured(form: Form, tool_format: str | None) -> dict[str, str]:
@@ -37,24 +71,38 @@ def structured(form: Form, tool_format: str | None) -> dict[str, str]:
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": either})}
 
 
-def _calls(form: Form, marks: tuple[str, str, str]) -> dict[str, Any]:
+def _calls(form: Form, marks: CallFormat) -> dict[str, Any]:
     """Return the form of one or more calls of the tools that may be called."""
-    before, between, after = marks
     functions = [one["function"] for one in form.tools]
     tags = [
         {
-            "begin": f"{before}{json.dumps(one['name'], ensure_ascii=False)}{between}",
-            "content": {"type": "json_schema", "json_schema": one["parameters"]},
-            "end": after,
+            "type": "tag",
+            "begin": marks.begin.replace("NAME", json.dumps(one["name"], ensure_ascii=False)[1:-1]),
+            "content": _arguments(one["parameters"], marks),
+            "end": marks.end,
         }
         for one in functions
         if form.call in (None, ANY_TOOL, one["name"])
     ]
-    return {
+    calls = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": "\n",
+        "separator": marks.separator,
         "at_least_one": True,
         # A tool that is named is called once.
         "stop_after_first": bool(form.call),
     }
+    if marks.around is None:
+        return calls
+    return {"type": "tag", "begin": marks.around[0], "content": calls, "end": marks.around[1]}
+
+
+def _arguments(schema: Mapping[str, Any], marks: CallFormat) -> dict[str, Any]:
+    arguments = {"type": "json_schema", "json_schema": schema}
+    if marks.style != "json":
+        return {**arguments, "style": marks.style}
+    if not marks.numbered:
+        return arguments
+    number = {"type": "regex", "pattern": "[0-9]+"}
+    after = {"type": "const_string", "value": marks.numbered}
+    return {"type": "sequence", "elements": [number, after, arguments]}

@@ -3,10 +3,11 @@
 
 verl decodes a response as a whole. The files get more columns:
 
-    turns   the parts of a response in order, each `[written by the policy, text, version that wrote it]`, the
-            version null if none did or it is unknown; null if the response is one part of the policy
-    place   `index` and `seed` of the row's extra_info, as far as it has them
-    others  what the reward function returned besides the score, as in verl's files of validations
+    turns         the parts of a response in order, each `[written by the policy, text, version that wrote
+                  it]`, the version null if none did or it is unknown; null if all is one part of the policy
+    turn_rewards  of each turn of the policy; null if only the response as a whole has a reward
+    place         `index` and `seed` of the row's extra_info, as far as it has them
+    others        what the reward function returned besides the score, as in verl's files of validations
 """
 
 from __future__ import annotations
@@ -43,13 +44,17 @@ def _columns(tokenizer: Any, batch: StepBatch, keys: Sequence[str]) -> dict[str,
     names = {name for group in batch.groups for columns in group.payload or () for name in columns}
     spans = {one.key: one.spans or () for group in batch.groups for one in group.trajectories}
     # Not `response_mask`, which has lost the tokens that are too old.
-    fields = ["responses", "loss_mask", *(name for name in (INFO, EXTRA) if name in names)]
+    fields = ["responses", "loss_mask", "rm_scores", *(name for name in (INFO, EXTRA) if name in names)]
     data = tq.kv_batch_get(keys=list(keys), partition_id=batch.payload.partition_id, select_fields=fields)
 
     rows = zip(keys, data["responses"].unbind(0), data["loss_mask"].unbind(0), strict=True)
     found = _of_rewards(data[EXTRA]) if EXTRA in names else {}
     found["turns"] = [
         _turns(tokenizer, ids.tolist(), mask.tolist(), spans.get(key, ())) for key, ids, mask in rows
+    ]
+    found["turn_rewards"] = [
+        _turn_rewards(mask.tolist(), scores.tolist())
+        for mask, scores in zip(data["loss_mask"].unbind(0), data["rm_scores"].unbind(0), strict=True)
     ]
     if INFO in names:
         found["place"] = [_place(getattr(info, "data", info)) for info in data[INFO]]
@@ -83,6 +88,12 @@ def _turns(
             turns.append([own, text[len(before) :], version])
             before = text
     return turns
+
+
+def _turn_rewards(mask: Sequence[int], scores: Sequence[float]) -> list[float] | None:
+    own = groupby(zip(mask, scores, strict=True), key=lambda one: bool(one[0]))
+    rewards = [round(sum(score for _, score in turn), 6) for is_own, turn in own if is_own]
+    return rewards if any(rewards[:-1]) else None
 
 
 def _parts(

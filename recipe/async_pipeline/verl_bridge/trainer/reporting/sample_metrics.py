@@ -44,6 +44,9 @@ class SampleMeters:
         bypassed = bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"))
         measurable = rollout.calculate_log_probs and not bypassed
         self._log_probs = ["rollout_log_probs", "old_log_probs"] if measurable else []
+        by_response = OmegaConf.select(config, "algorithm.rollout_correction.rollout_is") == "sequence"
+        self.share = f"off_policy/{'trajectory_ess' if by_response else 'ess'}/all"
+        """The metric of the effective sample size of a step: of the weights that the correction has."""
         self._drift_bound = bound_of(
             rollout.get("dtype"), OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype")
         )

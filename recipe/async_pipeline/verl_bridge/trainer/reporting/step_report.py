@@ -73,6 +73,7 @@ class StepReport:
         self._saves, self._pictures = saves, pictures
         self._last_finish = time.perf_counter()
         self._rows_explained = False
+        self._share: float | None = None
         self._logged = 0
         """The newest step with logged metrics."""
         self._reporting: asyncio.Task[None] | None = None
@@ -85,12 +86,12 @@ class StepReport:
         self._last_finish = time.perf_counter()
         self._failed = asyncio.get_running_loop().create_future()
 
-    async def finish(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+    async def finish(self, batch: StepBatch, facts: Mapping[str, float]) -> float | None:
         """Begin to log the metrics of a trained batch and to free its samples.
 
         Returns once the report of the step before is done. After the last step, and after one that is saved,
-        returns once its own is done: a run that resumes from a checkpoint misses no metrics. Raises the
-        error of a report.
+        returns once its own is done: a run that resumes from a checkpoint misses no metrics. Returns the
+        share of the effective sample size in the newest report that has it. Raises the error of a report.
         """
         now = time.perf_counter()
         step_s, self._last_finish = now - self._last_finish, now
@@ -109,6 +110,7 @@ class StepReport:
         self._reporting.add_done_callback(self._note_failure)
         if batch.step == self._schedule.last_step or self._saves(batch.step):
             await self._reported()
+        return self._share
 
     async def watch(self) -> None:
         """Raise the error of a report as soon as it fails, even if no further step ends. Never returns."""
@@ -207,6 +209,7 @@ class StepReport:
         if drift is not None:
             say(f"step {batch.step}: {drift}")
         found |= measured
+        self._share = measured.get(self._meters.share)
         return {f"async_pipeline/{name}": value for name, value in found.items()} | self._publisher.metrics()
 
     def _show(
