@@ -48,7 +48,6 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "auto_create_handle_loop",
         ),
         "sglang.srt.managers.tokenizer_manager": ("'send_pyobj' | '_dispatch_to_scheduler'",),
-        "sglang.srt.managers.io_struct": ("wrap_as_pickle | !wrap_as_pickle",),
         "sglang.srt.models.llama:LlamaForCausalLM": ("load_weights",),
     },
     "version spans": {
@@ -97,6 +96,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "'output_token_logprobs'",
             "'completion_tokens'",
         ),
+        "sglang.srt.managers.schedule_batch": ("'type'", "'abort'"),
         "sglang.srt.managers.scheduler:Scheduler": ("max_req_len", "max_req_input_len"),
     },
     "answers with a form": {
@@ -118,6 +118,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "proof": {
         "sglang.srt.models.llama:LlamaForCausalLM": ("bitsandbytes_stacked_params_mapping",),
+        "sglang.srt.models.llama": ("'qkv_proj'", "'gate_up_proj'", "'o_proj'", "'down_proj'"),
         "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM": ("packed_modules_mapping",),
         "sglang.srt.layers.linear": ("'output_dim'", "'input_dim'"),
         "sglang.srt.layers.linear:ColumnParallelLinear": (
@@ -144,10 +145,11 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "proof of latent attention": {
-        "sglang.srt.models.deepseek_v2": ("'kv_b_proj'", "'w_kc'"),
+        "sglang.srt.models.deepseek_v2": ("'kv_b_proj'", "'w_kc'", "'w_vc'", "'fused_qkv_a_proj_with_mqa'"),
         "sglang.srt.layers.linear": ("'weight'",),
     },
     "proof of experts": {
+        "sglang.srt.models.deepseek_v2": ("'experts'", "'shared_experts'"),
         "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE": (
             "make_expert_params_mapping",
             "make_expert_params_mapping_fused",
@@ -207,13 +209,16 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "api_key",
             "admin_api_key",
             "tokenizer_worker_num",
+            "nnodes",
+            "node_rank",
+            "dist_init_addr",
         ),
     },
     "benchmarks": {
         "sglang.srt.managers.scheduler:Scheduler": ("run_batch", "tp_cpu_group"),
     },
     "verify_gpu.sh": {
-        "sglang.srt.entrypoints.engine:Engine": ("generate", "server_args"),
+        "sglang.srt.entrypoints.engine:Engine": ("generate", "server_args", "tokenizer_manager", "shutdown"),
     },
     # verl lists the fields of the class, which 0.5.23 keeps elsewhere.
     "start of a server by verl 0.9.1": {
@@ -224,6 +229,8 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "start of an engine on a CPU": {
         "sglang.srt.utils.common": ("'SGLANG_USE_CPU_ENGINE'", "'SGLANG_CPU_OMP_THREADS_BIND'"),
+        "sglang.srt.layers.attention.attention_registry": ("'torch_native'",),
+        "sglang.srt.utils.patch_torch": ("'_reduce_tensor_original'", "'_rebuild_cuda_tensor_original'"),
         "sglang.srt.layers.logits_processor": ("torch",),
         "sglang.srt.lora.layers": ("torch",),
         "sglang.srt.lora.backend.torch_backend": ("torch",),

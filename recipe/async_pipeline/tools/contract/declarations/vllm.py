@@ -85,6 +85,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.engine.core_client:AsyncMPClient": (
             "!pause_generation_async | vllm.exceptions:RetryableRequestError",
         ),
+        "vllm.v1.engine": ("'abort'", "'wait'", "'keep'"),
     },
     "responses of lost replicas": {
         "vllm.v1.engine.async_llm:AsyncLLM": ("output_processor",),
@@ -99,6 +100,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "proof": {
         "vllm.model_executor.models.llama:LlamaForCausalLM": ("packed_modules_mapping",),
+        "vllm.model_executor.models.llama": ("'qkv_proj'", "'gate_up_proj'"),
         "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration": ("hf_to_vllm_mapper",),
         "vllm.model_executor.models.utils:WeightsMapper": ("_map_name_with_shard | map_name | _map_name",),
         "vllm.model_executor.layers.linear": ("'output_dim'", "'input_dim'"),
@@ -130,6 +132,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.model_executor.layers.attention.mla_attention:MLAAttention": ("kv_b_proj",),
         "vllm.model_executor.layers.attention.mla_attention": ("'W_UK_T'", "'W_UV'"),
         "vllm.model_executor.layers.linear": ("'weight'",),
+        "vllm.model_executor.models.deepseek_v2": ("'fused_qkv_a_proj'",),
     },
     "proof of experts": {
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": ("routed_experts",),
@@ -152,6 +155,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.config.vllm:VllmConfig": ("quant_config", "model_config"),
         "vllm.config.model:ModelConfig": ("dtype",),
         "vllm.model_executor.layers.quantization.fp8:Fp8Config": ("weight_block_size",),
+        "vllm.model_executor.layers.quantization.fp8": ("'weight_scale_inv'",),
     },
     "LoRA": {
         "vllm.v1.worker.gpu_worker:Worker": ("add_lora", "remove_lora"),
@@ -169,9 +173,9 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "lora_b_stacked",
         ),
         "vllm.lora.peft_helper:PEFTHelper": ("vllm_lora_scaling_factor",),
-        # 0.24 has neither, and verl knows that.
+        # verl asks for one of them where mappers also stack tensors, which 0.24 does not.
         "vllm.model_executor.models.utils:WeightsMapper": (
-            "get_unstacked_mapper | get_rename_mapper | !get_unstacked_mapper",
+            "get_unstacked_mapper | get_rename_mapper | !orig_to_new_stacked",
         ),
         "vllm.config.lora:LoRAConfig": ("lora_dtype",),
     },

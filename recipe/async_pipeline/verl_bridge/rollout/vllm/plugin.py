@@ -60,6 +60,8 @@ def output_tokens(core: Any) -> dict[str, int]:
     anything that the core asks of them now. Only its output has the right number: the scheduler's
     placeholders include drafts that may be rejected, and a preempted request has none. Waits for that step.
     """
+    # vLLM's own `CompletionOutput.weight_versions` (since 0.32) would not do: a step gets the version that is
+    # set when its output arrives, so the step in flight would count for the new version.
     tokens = {name: request.num_output_tokens for name, request in core.scheduler.requests.items()}
     for future, *_ in core.batch_queue or ():
         output = future.result()
