@@ -118,7 +118,7 @@ def test_failing_publications_step_the_run_down_and_good_ones_up_again() -> None
     assert begun[20] < served[19]
 
 
-def test_a_run_that_was_stepped_down_goes_on_with_a_share_of_the_oldest() -> None:
+def test_a_run_that_was_stepped_down_continues_with_a_share_of_the_oldest() -> None:
     trainer = SimTrainer(
         max_lag=2,
         steps=12,

@@ -111,7 +111,7 @@ class PipelineTrainer(Protocol):
         """Send a snapshot to every replica; returns when all serve it and have verified it."""
 
     def narrowed(self, why: str) -> None:
-        """Tell the user that fewer, or more, batches are generated ahead from now on."""
+        """Tell the user that fewer, or more, batches are generated ahead in the following steps."""
 
     def stepped(self, change: Change) -> None:
         """Tell the user that weight updates are less, or more, asynchronous in the following steps."""

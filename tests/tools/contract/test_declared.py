@@ -235,7 +235,15 @@ def test_no_member_of_an_engines_object_is_undeclared(file: str) -> None:
         ("vllm/plugin.py", "first, *_ = zip(core.requests, ()); first.numel", "numel"),
         ("vllm/adapter.py", "core.lora_modules", "lora_modules"),
     ],
-    ids=["new", "ours too", "verl's too", "a key's too", "an item", "torch's too", "of the other engine"],
+    ids=[
+        "new",
+        "this package's too",
+        "verl's too",
+        "a key's too",
+        "an item",
+        "torch's too",
+        "of the other engine",
+    ],
 )
 def test_an_undeclared_member_would_be_found(name: str, code: str, member: str) -> None:
     name = f"verl_bridge/rollout/{name}"

@@ -86,7 +86,7 @@ def test_a_standby_copy_costs_its_share_of_the_weights_on_each_device(model: Pat
     assert planned(fp8, on_devices).spare_bytes == 10**6, "a byte per parameter, on each rank"
 
 
-def test_a_lag_that_follows_the_effective_sample_size_is_said(model: Path) -> None:
+def test_a_lag_that_follows_the_effective_sample_size_is_named(model: Path) -> None:
     assert "less while a step's effective sample size is below 70% of its size" in text_of(
         config(model), {"staleness.ess_floor": 0.7}
     )

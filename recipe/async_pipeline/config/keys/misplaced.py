@@ -164,7 +164,7 @@ def unknown_key(path: str, near: str | None = None, *, read: bool = True, fixed:
     """
     if near is not None:
         return f"{path} is not a key of this config; did you mean {near!r}?"
-    if is_own(path):  # another first word: problems of its value have a line of their own
+    if is_own(path):  # another first word: problems of its value have another line
         return f"+{path} must be written with its +, since this config has no such key; write +{path}=..."
     if not path.startswith(f"{OWN}."):
         places = _places().get(path.rpartition(".")[2], ())

@@ -55,8 +55,8 @@ class StalenessConfig:
     responses are younger on average, and slow ones may still take until max_lag. Default: max_lag."""
     ess_floor: float | None = None
     """Smallest effective sample size of a step, as a share: while the importance weights of what is trained
-    have a smaller one, fewer batches are generated ahead, and more again when it stays above. A step has a
-    share of 1 if its samples are of its own policy. Default: none, the lag does not follow it."""
+    have a smaller one, fewer batches are generated ahead, and more again when it stays above. A step
+    without lag has a share near 1. Default: none, the lag does not follow it."""
     oldest_share: float = 1.0
     """Share of each batch that may have the full max_lag; the rest is at least one version younger. With
     max_lag 2, a share of 0.5 is ROLL's async_generation_ratio 1.5."""
