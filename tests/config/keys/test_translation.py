@@ -115,6 +115,7 @@ def test_every_knob_is_read() -> None:
         "weight_sync.verify_tensors": 3,
         "fleet.max_replicas": 5,
         "staleness.depth": 2,
+        "staleness.ess_floor": 0.5,
         "staleness.oldest_share": 0.5,
         "staleness.straggler": "drop",
         "weight_sync.every": 2,

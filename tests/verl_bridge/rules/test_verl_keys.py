@@ -40,7 +40,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("actor_rollout_ref.rollout.nmea", "name"),
         ("trianer", None),
         ("trianer.total_training_steps", "trainer.total_training_steps"),
-        ("actor_rollout_ref.rollot.nmae", "actor_rollout_ref.rollout.name"),
+        ("actor_rollout_ref.rollot.nmea", "actor_rollout_ref.rollout.name"),
         ("trainer.nope", None),
         ("nowhere.name", None),
         ("trainer.v1.async_pipeline.name", None),

@@ -49,7 +49,7 @@ def check_class(config: Mapping[str, Any], section: str) -> None:
             f"model_engine={engine}"
         )
     # With files that choose a strategy, such as this package's, the engine is the last word of the user.
-    both = "; in files of this package, by training_engine=megatron" if chosen == "megatron" else ""
+    in_files = "; in files of this package, by training_engine=megatron" if chosen == "megatron" else ""
     raise ConfigError(
-        f"{section}.strategy must be {chosen} with model_engine={chosen}, got {engine}; set it{both}"
+        f"{section}.strategy must be {chosen} with model_engine={chosen}, got {engine}; set it{in_files}"
     )

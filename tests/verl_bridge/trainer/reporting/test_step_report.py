@@ -153,10 +153,16 @@ async def test_a_saved_step_and_the_last_one_are_reported_at_once(
     assert parts.tracker.last["async_pipeline/observers/off"] == 1.0
 
 
-async def test_the_share_is_that_of_the_newest_report(parts_of: PartsOf) -> None:
-    parts = parts_of(steps=3)
+async def test_the_share_of_each_report_is_returned_once(parts_of: PartsOf) -> None:
+    parts = parts_of(steps=9, save_every=2)
     parts.report.begin()
-    assert [await parts.finish(step) for step in (1, 2, 3)] == [None, 1.0, 1 / 3]
+    assert await parts.finish(1) is None
+    assert await parts.finish(2) == 1 / 2, "a saved step is reported at once"
+    parts.may_free.clear()
+    assert await parts.finish(3) is None
+    parts.may_free.set()
+    assert await parts.finish(4) == 1 / 4
+    await parts.report.close()
 
 
 async def test_a_tracker_that_fails_holds_up_no_other(parts_of: PartsOf) -> None:

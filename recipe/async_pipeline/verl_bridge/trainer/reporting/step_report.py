@@ -91,7 +91,7 @@ class StepReport:
 
         Returns once the report of the step before is done. After the last step, and after one that is saved,
         returns once its own is done: a run that resumes from a checkpoint misses no metrics. Returns the
-        share of the effective sample size in the newest report that has it. Raises the error of a report.
+        share of the effective sample size in the newest report, once. Raises the error of a report.
         """
         now = time.perf_counter()
         step_s, self._last_finish = now - self._last_finish, now
@@ -110,7 +110,8 @@ class StepReport:
         self._reporting.add_done_callback(self._note_failure)
         if batch.step == self._schedule.last_step or self._saves(batch.step):
             await self._reported()
-        return self._share
+        share, self._share = self._share, None  # each report counts once
+        return share
 
     async def watch(self) -> None:
         """Raise the error of a report as soon as it fails, even if no further step ends. Never returns."""
