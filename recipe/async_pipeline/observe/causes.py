@@ -55,7 +55,9 @@ _REMEDIES = {
 }
 
 _SCORES = "RewardLoopWorker"
-_OWN_PROCESS = "with trainer.v1.async_pipeline.reward.timeout_s, a reward function that ends its process ends no run; "
+_OWN_PROCESS = (
+    "with trainer.v1.async_pipeline.reward.timeout_s, a reward function that ends its process ends no run; "
+)
 
 
 @contextmanager

@@ -110,7 +110,10 @@ def _faults_of_reward(config: Mapping[str, Any], *, images: bool) -> Iterator[In
         )
         return
     if last := _failure(path, name, () if images else _arguments(config)):
-        missing, unnamed = last.startswith("ModuleNotFoundError"), last.startswith(("AttributeError", "KeyError"))
+        missing, unnamed = (
+            last.startswith("ModuleNotFoundError"),
+            last.startswith(("AttributeError", "KeyError")),
+        )
         remedy = "correct path and name" if missing or unnamed else "correct the function"
         problem = f"{REWARD}: {name} of {path} cannot be used ({last[:300]}); {remedy}"
         yield InputFault(problem, f"{REWARD}.path={path}: {last} on this machine" if missing else "")
