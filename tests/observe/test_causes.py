@@ -324,3 +324,12 @@ def test_a_full_disk_of_the_output_hides_no_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys.stdout, "write", fails)
     with pytest.raises(KeyError), causes():
         raise KeyError("the real error")
+
+
+def test_a_reward_worker_that_died_has_the_knob_for_it() -> None:
+    kind = type("ActorDiedError", (Exception,), {})
+    died = kind("The actor died.\n\tclass_name: PlainRewardLoopWorker\n")
+    assert one_line(died) == (
+        "ActorDiedError: The actor died, in PlainRewardLoopWorker; with trainer.v1.async_pipeline.reward."
+        f"timeout_s, a reward function that ends its process ends no run; {KILLED}"
+    )

@@ -54,6 +54,11 @@ _REMEDIES = {
     "resumes from the last checkpoint",
 }
 
+_SCORES = "RewardLoopWorker"
+_OWN_PROCESS = (
+    "with trainer.v1.async_pipeline.reward.timeout_s, a reward function that ends its process ends no run; "
+)
+
 
 @contextmanager
 def causes() -> Iterator[None]:
@@ -96,11 +101,14 @@ def one_line(error: BaseException) -> str:
         what += f" (from {root[:_LONGEST_MESSAGE]})"
 
     workers, stage = _WORKER.findall(text), vars(error).get("stage", "")
-    parts = [what, *[f"in {method or actor}" for method, actor in workers[-1:]]]
+    worker = next((method or actor for method, actor in workers[-1:]), "")
+    parts = [what, *([f"in {worker}"] if worker else [])]
     if stage:
         parts.append(f"in stage {stage}")
     users, deepest = _places(text)
     remedy = next((remedy for kind, remedy in _REMEDIES.items() if re.search(kind, what)), "")
+    if _SCORES in worker and "ActorDiedError" in what:
+        remedy = f"{_OWN_PROCESS}{remedy}"
     if place := users or (deepest if not remedy and not is_ours else ""):
         parts.append(f"at {place}")
     return (", ".join(parts) + (f"; {remedy}" if remedy else ""))[:500]

@@ -90,14 +90,23 @@ def must_be_positive(path: str, remedy: str) -> Refusal:
 
 
 def refuse(rows: Iterable[Refusal], at: Settings) -> None:
-    """Raises ConfigError with a line for each key that has another value, from its first row that applies."""
+    """Raises ConfigError with a line for each key that has another value, from its first row that applies.
+
+    A row that cannot read a value hides no other row; its error is raised if none refuses a value.
+    """
     found: dict[str, str] = {}
+    unreadable: Exception | None = None
     for row in rows:
         path, value = at.absolute(row.path), at[row.path]
-        if path not in found and not row.allowed(value) and row.when(at):
-            found[path] = f"{path} {at.fill(row.rule)}, got {value!r}; {at.fill(row.remedy)}"
+        try:
+            if path not in found and not row.allowed(value) and row.when(at):
+                found[path] = f"{path} {at.fill(row.rule)}, got {value!r}; {at.fill(row.remedy)}"
+        except UNREADABLE as error:
+            unreadable = error
     if found:
         raise ConfigError(*found.values())
+    if unreadable is not None:
+        raise unreadable
 
 
 def check_all(*checks: Callable[[], object]) -> None:

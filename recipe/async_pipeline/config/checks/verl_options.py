@@ -183,6 +183,7 @@ RULES: tuple[Refusal, ...] = (
     must_be_off("actor_rollout_ref.actor.qat.enable", _NO_QAT),
     must_be_off("actor_rollout_ref.actor.fsdp_config.qat.enable", _NO_QAT),
     must_be_off("actor_rollout_ref.rollout.qat.enable", _NO_QAT),
+    must_be_off("critic.fsdp.qat.enable", _NO_QAT),
     must_be_off("actor_rollout_ref.model.mtp.enable", _NO_DRAFTER),
     must_be_off("actor_rollout_ref.rollout.mtp.enable", _NO_DRAFTER),
     must_be_off(

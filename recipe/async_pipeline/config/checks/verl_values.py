@@ -31,7 +31,6 @@ KL = ("kl", "k1", "k1+", "abs", "abs+", "mse", "k2", "low_var_kl", "low_var_kl+"
 """With a plus, the gradient is that of k2."""
 KL_CONTROLLERS = ("fixed", "adaptive")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16", 32, 16)
-TRUNCATIONS = ("left", "right", "middle", "error")
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 STORES = ("SimpleStorage", "Yuanrong", "MooncakeStore", "RayStore")
 ATTENTIONS = (
@@ -200,7 +199,6 @@ VALUES: tuple[Refusal, ...] = (
         _attention(f"{model}.override_config.attn_implementation")
         for model in ("actor_rollout_ref.model", "critic.model")
     ),
-    _one_of("data.truncation", TRUNCATIONS, "error refuses prompts that are too long"),
     *_optimizer(ACTOR),
     *_optimizer("critic"),
     *_sampling(_ROLLOUT, _given(number_above(0)), "must be a number > 0, since log-probs are divided by it"),

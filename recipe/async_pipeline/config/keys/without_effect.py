@@ -22,6 +22,7 @@ _NO_TIMEOUT = "verl's workers use torch's default"
 _CHAT = "the agent loop tokenizes each turn"
 _CRITIC = "verl's critic reads +critic.ppo_infer_max_token_len_per_gpu"
 _BFLOAT16 = "verl's torchtitan computes in bfloat16"
+_DATA = "verl's data set returns the messages of a prompt"
 _OWN_SAMPLING = "each request to the reward model has its own sampling parameters"
 
 
@@ -38,6 +39,12 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "trainer.max_actor_ckpt_to_keep deletes old ones",
     "trainer.esi_redundant_time": f"{_OLDER}; {OWN}.faults.notice_s gives a checkpoint time after SIGTERM",
     "trainer.ray_wait_register_center_timeout": f"{_OLDER}; {OWN}.faults.wait_timeout_s limits all waits",
+    "data.truncation": f"{OWN}.bad_data.long_prompt says what becomes of a prompt that is too long; keep "
+    "truncates it on the left",
+    "data.tokenizer": "actor_rollout_ref.model.tokenizer_path is read",
+    "data.return_raw_input_ids": _DATA,
+    "data.return_raw_chat": _DATA,
+    "data.return_full_prompt": _DATA,
     "trainer.v1.sync": _OTHERS,
     "trainer.v1.colocate_async": f"{_OTHERS}; {OWN}.staleness.max_lag bounds what is generated ahead",
     "trainer.v1.sampler.sampler_kwargs": "the pipeline draws the prompts in order",

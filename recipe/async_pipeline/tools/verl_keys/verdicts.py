@@ -42,9 +42,6 @@ DECIDED: Mapping[str, str] = {
     "verl/trainer/ppo/core_algos.py:compute_policy_loss_bypass_mode",
     "actor_rollout_ref.rollout.qat": "refused: it has the keys of actor_rollout_ref.actor.fsdp_config.qat",
     "trainer.v1.sampler.custom_sampler.name": "refused: trainer.v1.sampler.custom_sampler.path must be None",
-    # Nothing calls `start_profile`.
-    "*.profiler": WITHOUT_EFFECT,
-    "global_profiler": WITHOUT_EFFECT,
 }
 """Verdicts that the syntax does not give, by key or section."""
 UNREAD_SECTIONS = ("custom_reward_function.", "reward_model.", "sandbox_fusion.")
@@ -139,8 +136,9 @@ def verdicts(keys: VerlKeys, theirs: Iterable[Unit], ours: Iterable[Unit]) -> di
         )
         if why := _refused(path, keys.values):
             found[path] = f"refused: {why}"
-        elif found[path] == WITHOUT_EFFECT:
-            found[path] = f"{WITHOUT_EFFECT}: {why_without_effect(path)}"
+        # The table, which a run prints, knows more than names in the source, and may have no row.
+        elif (why := why_without_effect(path)) or found[path] == WITHOUT_EFFECT:
+            found[path] = f"{WITHOUT_EFFECT}: {why}"
     return found
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...config.checks.batch_sizes import BATCH
+from ...config.checks.refusals import UNREADABLE
 from ...config.paths import hint, select
 from ..reward.default_function import uses_default, verl_knows
 from .chat_check import in_a_line
@@ -35,6 +36,18 @@ class InputFault(NamedTuple):
     """The line of an error."""
     absent: str = ""
     """What is missing here but may exist where the run will be; empty if the fault is in the thing itself."""
+
+
+def each(*parts: Iterable[InputFault]) -> Iterator[InputFault]:
+    """Yield the faults of all parts. A part that cannot read a value hides no other; its error comes last."""
+    unreadable: Exception | None = None
+    for part in parts:
+        try:
+            yield from part
+        except UNREADABLE as error:
+            unreadable = error
+    if unreadable is not None:
+        raise unreadable
 
 
 class _Contents(NamedTuple):

@@ -20,13 +20,16 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 
+from ...config.checks.refusals import UNREADABLE
 from ...config.checks.training_engine import OTHERS, SHARDED
 from ...config.derived.adapters import adapter_rank
 from ...config.paths import OWN, hint, select
+from ...errors import ConfigError
 from ..rules.megatron_rules import makes_adapters
 from ..rules.model_rules import HUB_NAME, cached_config
 from .chat_check import why_no_chat
-from .data_files import InputFault, faults_of_data
+from .data_files import InputFault, each, faults_of_data
+from .user_files import faults_of_user_files
 
 MODEL, LOGGER = "actor_rollout_ref.model", "trainer.logger"
 FOLDERS = (
@@ -37,6 +40,30 @@ FOLDERS = (
 )
 
 
+def require_inputs(
+    config: Mapping[str, Any], *, critic: bool, images: bool, scored: bool, elsewhere: list[str] | None
+) -> None:
+    """Raises ConfigError with all inputs that a run could not read.
+
+    `elsewhere` gets what is only absent here, where the run may be on another machine; see `faults`.
+    """
+    problems = list[str]()
+    try:
+        for fault in each(
+            faults_of_user_files(config, images=images),
+            faults(config, critic=critic, images=images, scored=scored),
+        ):
+            if fault.absent and elsewhere is not None:
+                elsewhere.append(fault.absent)
+            else:
+                problems.append(fault.problem)
+    except UNREADABLE:
+        if not problems:
+            raise
+    if problems:
+        raise ConfigError(*problems)
+
+
 def faults(
     config: Mapping[str, Any], *, critic: bool, images: bool, scored: bool = False
 ) -> Iterator[InputFault]:
@@ -45,19 +72,19 @@ def faults(
     `critic`: it has one. `images`: its policy draws pictures, so that it has no chat. `scored`: its episodes
     come with rewards.
     """
-    yield from faults_of_data(config, scored=scored or images)
     # `diffusers_rules` reads a pipeline of diffusers.
     models = [] if images else [f"{MODEL}.path"]
     models += ["critic.model.path"] if critic and not images else []
     models += ["reward.reward_model.model_path"] if select(config, "reward.reward_model.enable") else []
-    for key in models:
-        yield from _faults_of_model(key, select(config, key))
-    if not images:
-        yield from _faults_of_tokenizer(config)
-    yield from _faults_of_trackers(config)
-    yield from _faults_of_checkpoint(config)
-    yield from _faults_of_folders(config)
-    yield from _faults_of_engine(config, critic=critic)
+    yield from each(
+        faults_of_data(config, scored=scored or images),
+        *(_faults_of_model(key, select(config, key)) for key in models),
+        () if images else _faults_of_tokenizer(config),
+        _faults_of_trackers(config),
+        _faults_of_checkpoint(config),
+        _faults_of_folders(config),
+        _faults_of_engine(config, critic=critic),
+    )
 
 
 # The training engine.

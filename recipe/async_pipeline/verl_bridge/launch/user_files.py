@@ -25,7 +25,7 @@ from ...installed.verl import find_verl_root
 from ..process import user_modules
 from ..process.user_modules import FILE, PACKAGE
 from ..reward.executor import LISTS
-from .data_files import InputFault
+from .data_files import InputFault, each
 from .light_verl import registered_agent_loops, registered_reward_managers, registered_tool_parsers, suffices
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -82,14 +82,16 @@ def faults_of_user_files(config: Mapping[str, Any], *, images: bool = False) -> 
 
     `images`: its policy draws pictures, which this package scores without a reward manager of verl.
     """
-    yield from _faults_of_reward(config, images=images)
-    yield from _faults_of_tools(config)
-    yield from _faults_of_functions(config)
-    yield from _faults_of_loops(config)
-    yield from _faults_of_data_set(config)
-    yield from _faults_of_library(config)
-    if not images and not select(config, EXTERNAL) and suffices():
-        yield from _faults_of_manager(config)
+    managed = not images and not select(config, EXTERNAL) and suffices()
+    yield from each(
+        _faults_of_reward(config, images=images),
+        _faults_of_tools(config),
+        _faults_of_functions(config),
+        _faults_of_loops(config),
+        _faults_of_data_set(config),
+        _faults_of_library(config),
+        _faults_of_manager(config) if managed else (),
+    )
 
 
 # The reward function.
@@ -108,8 +110,12 @@ def _faults_of_reward(config: Mapping[str, Any], *, images: bool) -> Iterator[In
         )
         return
     if last := _failure(path, name, () if images else _arguments(config)):
-        problem = f"{REWARD}: {name} of {path} cannot be used ({last[:300]}); correct path and name"
-        missing = last.startswith("ModuleNotFoundError")
+        missing, unnamed = (
+            last.startswith("ModuleNotFoundError"),
+            last.startswith(("AttributeError", "KeyError")),
+        )
+        remedy = "correct path and name" if missing or unnamed else "correct the function"
+        problem = f"{REWARD}: {name} of {path} cannot be used ({last[:300]}); {remedy}"
         yield InputFault(problem, f"{REWARD}.path={path}: {last} on this machine" if missing else "")
 
 

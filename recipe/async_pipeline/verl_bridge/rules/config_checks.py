@@ -34,7 +34,7 @@ from ...installed.patch_state import require_known, require_patched
 from ...installed.verl import find_verl_root
 from .. import replaced
 from ..launch import light_verl
-from ..launch.inputs import faults
+from ..launch.inputs import require_inputs
 from ..launch.run_config import (
     address_to_join,
     notes_on_machine,
@@ -44,7 +44,6 @@ from ..launch.run_config import (
     set_pool_sizes,
     update,
 )
-from ..launch.user_files import faults_of_user_files
 from ..workers.attention import set_attention
 from .config_rules import (
     CORRECTION_CHECKS,
@@ -223,21 +222,13 @@ def _resolve(review: Review) -> None:
 def _require_inputs(review: Review) -> None:
     """Raises ConfigError if an input cannot be read; notes what a plan or a cluster may have elsewhere."""
     elsewhere = review.planning or address_to_join(review.config) is not None
-    images = draws_images(review.config)
-    found = faults(
+    require_inputs(
         review.resolved,
         critic=has_critic(review.config),
-        images=images,
+        images=draws_images(review.config),
         scored=bool(review.knobs.agentic.environment or review.knobs.agentic.agent),
+        elsewhere=review.unchecked if elsewhere else None,
     )
-    problems = []
-    for fault in (*faults_of_user_files(review.resolved, images=images), *found):
-        if fault.absent and elsewhere:
-            review.unchecked.append(fault.absent)
-        else:
-            problems.append(fault.problem)
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _require_machine(review: Review) -> None:
