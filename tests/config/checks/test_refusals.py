@@ -92,7 +92,10 @@ def test_each_key_is_named_once_and_all_are() -> None:
 def test_a_value_that_a_row_cannot_read_hides_no_other() -> None:
     unreadable = Refusal("a.b", lambda value: value > 0, "must be > 0", "set it")
     with pytest.raises(ConfigError, match=r"^s\.d must be off, got 3; leave it out$"):
-        refuse((unreadable, *ROWS[1:]), Settings(nested({"a.b": "x", "s.d": 3}), AsyncPipelineConfig(), section="s"))
+        refuse(
+            (unreadable, *ROWS[1:]),
+            Settings(nested({"a.b": "x", "s.d": 3}), AsyncPipelineConfig(), section="s"),
+        )
     with pytest.raises(TypeError):
         refuse((unreadable, ROWS[1]), Settings(nested({"a.b": "x"}), section="s"))
 

@@ -10,6 +10,7 @@ import pytest
 from recipe.async_pipeline.config.keys.without_effect import (
     WITHOUT_EFFECT,
     profiling_off,
+    unmet,
     why_without_effect,
     without_effect,
 )
@@ -61,6 +62,29 @@ def test_the_value_of_any_of_verls_configurations_is_a_default() -> None:
 def test_a_key_that_only_begins_like_one_is_another() -> None:
     assert why_without_effect("skip.rollout.enable") and why_without_effect("skip.rollout_tq.enable") is None
     assert why_without_effect("actor_rollout_ref.actor.fsdp_config.use_torch_compile") is None
+
+
+@pytest.mark.parametrize(
+    ("paths", "config", "without"),
+    [
+        (["critic.ppo_epochs", "critic.optim.lr"], {}, "critic.enable=True or algorithm.adv_estimator=gae"),
+        (["critic.ppo_epochs"], {"critic.enable": True}, ""),
+        (["critic.ppo_epochs"], {"algorithm.adv_estimator": "gae"}, ""),
+        (["critic.enable", "trainer.nnodes"], {"critic.enable": False}, ""),
+        (["critic.profiler.ranks"], {}, ""),
+        (
+            ["algorithm.kl_ctrl.kl_coef"],
+            {"algorithm.use_kl_in_reward": False},
+            "algorithm.use_kl_in_reward=True",
+        ),
+    ],
+)
+def test_a_key_whose_condition_is_not_met_is_named(
+    paths: list[str], config: dict[str, Any], without: str
+) -> None:
+    verb = "have" if len(paths) > 1 else "has"
+    expected = [f"{', '.join(paths)} {verb} no effect without {without}"] if without else []
+    assert [*unmet(paths, config.get)] == expected
 
 
 def test_no_worker_starts_under_a_profiler() -> None:

@@ -38,6 +38,13 @@ def test_a_misspelled_key_of_verl_is_refused(
         launch.checked(smoke({path: value}))
 
 
+def test_a_key_without_the_outer_section_is_refused(launch: ModuleType, smoke: Smoke) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch.checked(smoke({"actor.optim.lr": 3}))
+    meant = "actor_rollout_ref.actor.optim.lr"
+    assert caught.value.problems == (f"actor.optim.lr is unknown, got 3; did you mean {meant!r}?",)
+
+
 @pytest.mark.parametrize("section", ["data", "critic", "algorithm", ACTOR, ROLLOUT, f"{ROLLOUT}.multi_turn"])
 def test_a_knob_in_a_section_of_verl_is_refused(module: ModuleType, smoke: Smoke, section: str) -> None:
     names = {path.rpartition(".")[2]: path for path in knob_paths() if path.count(".") < 2}
@@ -57,7 +64,7 @@ def test_a_knob_in_a_section_of_verl_is_refused(module: ModuleType, smoke: Smoke
         # Code of the user may read it: it resembles nothing.
         "trainer.notify_address",
         # Not a section of a dataclass.
-        f"{ROLLOUT}.val_kwargs.extra_body.temperaturee",
+        f"{ROLLOUT}.engine_kwargs.vllm.temperaturee",
         "actor_rollout_ref.model.override_config.hidden_sise",
         "data.trian_note",
         f"{ROLLOUT}.engine_kwargs.vllm.max_turns",
@@ -84,7 +91,7 @@ ROLL = "actor_rollout_ref.rollout.agent.activate_rudder"
 
 
 def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
-    words = [f"+{ROLL}=True", "++data.rudder_angle=1", "+rudder.angle=2", "data.seed=1"]
+    words = [f"+{ROLL}=True", "++data.rudder_angle=1", "+rudder.angle=2", "+actor.use_legacy=1"]
     words += ["+async_flow.staleness=2"]  # which `translate` knows
     # A function of verl, and what is read elsewhere, but not in a section of older keys.
     words += ["+trainer.megatron_calc_layer_map=1", "+reward_model.kl_coef=1", "+reward_model.model.foo=1"]
@@ -95,6 +102,7 @@ def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
         f"ignored: {ROLL}, {why}",
         f"ignored: data.rudder_angle, {why}, unless yours does",
         f"ignored: rudder.angle, {why}, unless yours does",
+        f"ignored: actor.use_legacy, {why}, unless yours does",
         f"ignored: async_flow.staleness, {why}, unless yours does",
         f"ignored: trainer.megatron_calc_layer_map, {why}, unless yours does",
         f"ignored: reward_model.kl_coef, {why}, unless yours does",

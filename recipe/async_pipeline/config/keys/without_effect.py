@@ -7,9 +7,9 @@ refused by `verl_options` instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..paths import OWN, walk
 from .older_verl import MOVED
@@ -89,6 +89,33 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }
 """By key or section, `*` for any part of a path: why it has no effect, and what has."""
 
+_IN_REWARD, _IN_LOSS = "algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss"
+_CORRECTION = "algorithm.rollout_correction"
+_REWARD_MODEL = "reward.reward_model"
+
+
+class Condition(NamedTuple):
+    """Keys that have an effect only if one of others has a value."""
+
+    names: tuple[str, ...]
+    """As in `WITHOUT_EFFECT`."""
+    needs: Mapping[str, str]
+    """By other keys, the value with which these have an effect; any that is not false if it is empty."""
+
+
+CONDITIONS = (
+    Condition(tuple(f"actor_rollout_ref.actor.kl_loss_{name}" for name in ("coef", "type")), {_IN_LOSS: ""}),
+    Condition(("actor_rollout_ref.ref",), {_IN_LOSS: "", _IN_REWARD: ""}),
+    Condition(("algorithm.kl_ctrl", "algorithm.kl_penalty"), {_IN_REWARD: ""}),
+    Condition(("algorithm.filter_groups.metric",), {"algorithm.filter_groups.enable": ""}),
+    Condition(("critic",), {"critic.enable": "", "algorithm.adv_estimator": "gae"}),
+    Condition((_REWARD_MODEL,), {f"{_REWARD_MODEL}.enable": ""}),
+    *(
+        Condition((f"{_CORRECTION}.{name}_*",), {f"{_CORRECTION}.{name}": ""})
+        for name in ("rollout_is", "rollout_rs")
+    ),
+)
+
 
 def is_below(path: str, name: str) -> bool:
     """Return whether a name, or a section, of a table is the one of a key."""
@@ -109,6 +136,19 @@ def without_effect(raw: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]
             continue
         if why := why_without_effect(path):
             yield f"{path} has no effect in a pipeline run: {why}; leave it out"
+
+
+def unmet(paths: Iterable[str], value_at: Callable[[str], Any]) -> Iterator[str]:
+    """Yield a line for each of `CONDITIONS` that is not met although its keys are among `paths`."""
+    rest = [path for path in dict.fromkeys(paths) if why_without_effect(path) is None]
+    for names, needs in CONDITIONS:
+        if any(value_at(key) == wanted if wanted else value_at(key) for key, wanted in needs.items()):
+            continue
+        idle = [path for path in rest if path not in needs and any(is_below(path, name) for name in names)]
+        if idle:
+            without = " or ".join(f"{key}={wanted or True}" for key, wanted in needs.items())
+            yield f"{', '.join(idle)} {'have' if idle[1:] else 'has'} no effect without {without}"
+        rest = [path for path in rest if path not in idle]
 
 
 def profiling_off(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +26,7 @@ from ...config.keys.aliases import BYPASS, FOREIGN
 from ...config.keys.misplaced import FILES_OF, SWITCHES
 from ...config.keys.older_verl import corrected
 from ...config.keys.translation import Translation, is_enabled, require_no_stray_keys, resolve
-from ...config.keys.without_effect import profiling_off
+from ...config.keys.without_effect import profiling_off, unmet
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import MODE, OWN, PATCH_FREE, select
 from ...config.placement import POOLS, RATIOS, TASK_RATIOS, TASKS, Placement, placement_of
@@ -302,20 +303,23 @@ def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str])
     """Set verl's own keys to the values that follow from the knobs and from keys of other systems.
 
     `overrides` is the command line, as far as it is known. Returns a line for each key that gets another
-    default than verl's.
+    default than verl's, and on keys of the command line that have no effect with the others.
     """
     update(config, found.translation.verl)
     set_pool_sizes(config, found.placement)
+    idle = tuple(
+        unmet([word.partition("=")[0].lstrip("+") for word in overrides], partial(OmegaConf.select, config))
+    )
     if draws_images(config):
         set_image_keys(config, found.translation.config)
-        return ()
+        return idle
     described = described_model(config)
     notes = (
         set_attention(config, described),
         set_expert_kernels(config, described),
         set_engine_memory(config, found.translation.config, overrides),
     )
-    return tuple(note for note in notes if note is not None)
+    return (*idle, *(note for note in notes if note is not None))
 
 
 class Check(NamedTuple):

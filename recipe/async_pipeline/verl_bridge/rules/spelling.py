@@ -19,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from ...config.checks.refusals import check_all
 from ...config.checks.rollout_correction import POLICY_LOSS
 from ...config.keys.misplaced import ALIKE, reject_in_place
-from ...config.paths import nearest, select
+from ...config.paths import nearest, select, walk
 from ...errors import ConfigError
+from ...installed.verl import has
 from ...redaction import shown
 from ..launch.light_verl import TARGET, fields_of
 from .verl_keys import is_read, verl_trees
@@ -47,7 +48,8 @@ def check_spelling(config: DictConfig) -> None:
             if (known := _known(path, section))
             for name in section
             if name not in known
-        )
+        ),
+        *(partial(_check_top, path, value) for path, value in walk(tree) if not isinstance(value, Mapping)),
     )
 
 
@@ -57,6 +59,15 @@ def _check_key(path: str, name: str, value: Any, known: frozenset[str], tree: di
     has_all = path in PLAIN or TARGET in (select(tree, path) or {})
     if has_all and (near := near_key(name, known)) is not None:
         raise ConfigError(f"{key} is unknown, got {shown(key, value)}; did you mean {near!r}?")
+
+
+def _check_top(path: str, value: Any) -> None:
+    """Raises ConfigError if a key lacks the name of the section that its own section is in."""
+    top, _, name = path.partition(".")
+    for place in _inner(top) if name else ():
+        if any(has(tree, f"{place}.{name}") for tree in verl_trees().values()):
+            key = f"{place}.{name}"
+            raise ConfigError(f"{path} is unknown, got {shown(key, value)}; did you mean {key!r}?")
 
 
 def near_key(name: str, known: frozenset[str]) -> str | None:
@@ -114,7 +125,7 @@ def without_unread(words: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
         section, name = added.get(word, ("", ""))
         there = _sections_at(section)
         has_class = section not in READ_BY_NAME and not _is_older(section)
-        if not name or (name in read and not _is_older(section)):
+        if not name or (name in read and not _is_older(section) and (section or not _inner(name))):
             rest.append(word)
         elif (has_class or section in PLAIN) and any(near_key(name, _known(section, one)) for one in there):
             rest.append(word)  # `check_spelling` refuses it
@@ -159,6 +170,12 @@ def _added(word: str) -> tuple[str, str] | None:
             return (section, name) if named else None
         section = f"{section}.{name}".lstrip(".")
     return None
+
+
+def _inner(name: str) -> list[str]:
+    """Return verl's sections with a name that no section at its top has, two levels below it."""
+    tops = {f"{top}.{name}" for tree in verl_trees().values() for top in tree if has(tree, f"{top}.{name}")}
+    return [] if _sections_at(name) else sorted(tops)
 
 
 def _sections_at(path: str) -> list[Mapping[str, Any]]:
