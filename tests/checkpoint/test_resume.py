@@ -243,6 +243,13 @@ def test_illegal_values_of_resume_and_save_keys_are_refused(tmp_path: Path, case
     case.replay(lambda trainer: check_keys(config(tmp_path, **trainer)))
 
 
+def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_keys(config(tmp_path, resume_mode="resume_path", save_freq=None, max_actor_ckpt_to_keep=0))
+    named = [problem.partition(" ")[0] for problem in caught.value.problems]
+    assert named == ["trainer.resume_from_path", "trainer.max_actor_ckpt_to_keep", "trainer.save_freq"]
+
+
 @pytest.mark.parametrize("good", [-1, 0, 1, 20])
 def test_how_often_checkpoints_may_be_saved(tmp_path: Path, good: int) -> None:
     check_keys(config(tmp_path, save_freq=good, max_actor_ckpt_to_keep=1))

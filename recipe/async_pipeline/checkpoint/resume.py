@@ -62,69 +62,72 @@ def root_of(config: Mapping[str, Any]) -> Path:
 def check_keys(config: Mapping[str, Any]) -> None:
     """Validate verl's checkpoint and resume keys.
 
-    Raises ConfigError if a key has an illegal value or contradicts another.
+    Raises ConfigError with all that have an illegal value or contradict another.
     """
+    if problems := [*_problems_of_keys(config)]:
+        raise ConfigError(*problems)
+
+
+def _problems_of_keys(config: Mapping[str, Any]) -> Iterator[str]:
     mode, path = select(config, "trainer.resume_mode"), select(config, "trainer.resume_from_path")
     if mode not in MODES:
-        raise ConfigError(
-            f"trainer.resume_mode must be one of {', '.join(MODES)}, got {mode!r}; auto is the default"
-        )
-
-    if mode == "resume_path" and not isinstance(path, str):
-        raise ConfigError(
+        yield f"trainer.resume_mode must be one of {', '.join(MODES)}, got {mode!r}; auto is the default"
+    elif mode == "resume_path" and not isinstance(path, str):
+        yield (
             "trainer.resume_from_path must be a folder global_step_N with resume_mode=resume_path, got "
             f"{path!r}; set it"
         )
-    if mode != "resume_path" and path is not None:
-        raise ConfigError(
+    elif mode != "resume_path" and path is not None:
+        yield (
             f"trainer.resume_from_path must be left out with resume_mode={mode}, got {path!r}; set "
             "resume_mode=resume_path to resume from it"
-        )
-    every = select(config, "trainer.save_freq")
-    if not _is_integer(every) or every < -1:
-        raise ConfigError(
-            f"trainer.save_freq must be a number of steps, or -1 for no checkpoints, got {every!r}; set it "
-            "to -1 or more"
-        )
-    notice_s = select(config, f"{OWN}.faults.notice_s")
-    if notice_s and every <= 0:
-        raise ConfigError(
-            f"{OWN}.faults.notice_s={notice_s!r} requires checkpoints, got trainer.save_freq={every}; set "
-            "trainer.save_freq to 1 or more"
         )
     for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         keep = select(config, f"trainer.{name}")
         if keep is not None and not (_is_integer(keep) and keep >= 1):
-            raise ConfigError(f"trainer.{name} must be >= 1, or null to keep all, got {keep!r}; correct it")
-    for model in ("actor_rollout_ref.actor", "critic"):
-        _check_contents(config, f"{model}.checkpoint", saves=every > 0, loads=mode != "disable")
+            yield f"trainer.{name} must be >= 1, or null to keep all, got {keep!r}; correct it"
+    every = select(config, "trainer.save_freq")
+    if not _is_integer(every) or every < -1:
+        yield (
+            f"trainer.save_freq must be a number of steps, or -1 for no checkpoints, got {every!r}; set it "
+            "to -1 or more"
+        )
+        return
+    notice_s = select(config, f"{OWN}.faults.notice_s")
+    if notice_s and every <= 0:
+        yield (
+            f"{OWN}.faults.notice_s={notice_s!r} requires checkpoints, got trainer.save_freq={every}; set "
+            "trainer.save_freq to 1 or more"
+        )
     if every > 0:
-        _check_root(str(select(config, "trainer.default_local_dir")))
+        for model in ("actor_rollout_ref.actor", "critic"):
+            yield from _problems_of_contents(config, f"{model}.checkpoint", loads=mode != "disable")
+        yield from _problems_of_root(str(select(config, "trainer.default_local_dir")))
 
 
-def _check_root(root: str) -> None:
-    """Raise ConfigError if no checkpoint can be written to `root`. Creates nothing."""
+def _problems_of_root(root: str) -> Iterator[str]:
+    """Yield why no checkpoint can be written to `root`. Creates nothing."""
     path = Path(root).expanduser().resolve()
     # Not `Path.exists`: it raises if a parent folder is not searchable.
     existing = next(above for above in (path, *path.parents) if os.path.exists(above))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
+        yield (
             f"trainer.default_local_dir must be a writable folder with save_freq above 0, got {root}, where "
             f"{existing} is not; set another folder"
         )
 
 
-def _check_contents(config: Mapping[str, Any], path: str, *, saves: bool, loads: bool) -> None:
-    """Raise ConfigError if verl's `save_contents` or `load_contents` omits what an exact resume needs."""
-    for name, matters in (("save_contents", saves), ("load_contents", saves and loads)):
+def _problems_of_contents(config: Mapping[str, Any], path: str, *, loads: bool) -> Iterator[str]:
+    """Yield where verl's `save_contents` or `load_contents` omits what an exact resume needs."""
+    for name in ("save_contents", "load_contents") if loads else ("save_contents",):
         parts = select(config, f"{path}.{name}")
-        if matters and parts is not None and not set(WHOLE) <= set(parts):
-            raise ConfigError(
+        if parts is not None and not set(WHOLE) <= set(parts):
+            yield (
                 f"{path}.{name} must include {', '.join(WHOLE)} for an exact resume, got {parts!r}; "
                 "leave it out"
             )
-    if saves and select(config, f"{path}.async_save"):
-        raise ConfigError(
+    if select(config, f"{path}.async_save"):
+        yield (
             f"{path}.async_save must be False, got True; a checkpoint is published only once all of it "
             "is on disk"
         )

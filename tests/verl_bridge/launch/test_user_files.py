@@ -82,7 +82,7 @@ def test_agent_loops_of_a_file_have_names_and_classes(write: Write, monkeypatch:
     assert problem.startswith(f"{LOOP} must be one of mine, ")
     file = write("loops.yaml", "- name: mine\n  _target_: my_loops.MyLop\n")
     (problem,) = problems({LOOPS: file, LOOP: "mine"})
-    assert problem.startswith(f"{LOOPS} names 'my_loops:MyLop', which the module does not define")
+    assert problem.startswith(f"{LOOPS} names 'my_loops.MyLop', which the module does not define")
     (problem,) = problems({LOOPS: write("loops.yaml", "name: mine\n")})
     assert problem.startswith(f"{LOOPS} must name a file with a list of agent loops, got ")
 
@@ -146,6 +146,20 @@ def test_a_data_set_is_in_its_file(write: Write) -> None:
     assert problems({**given, "data.custom_cls.name": "MyRows"}) == []
     (problem,) = problems({**given, "data.custom_cls.name": "MyRow"})
     assert problem.startswith("data.custom_cls.name must be a class in ")
+
+
+def test_a_callback_and_a_router_are_classes(write: Write) -> None:
+    callback, router = "trainer.checkpoint_callback_class", "actor_rollout_ref.rollout.router_config_path"
+    assert problems({callback: "json.decoder.JSONDecoder"}) == []
+    (problem,) = problems({callback: "JSONDecoder"})
+    assert problem.startswith(f"{callback} must name a class as package.module.Class, got 'JSONDecoder'")
+    (problem,) = problems({callback: "json.decoder.Nothing"})
+    assert problem.startswith(f"{callback} names 'json.decoder.Nothing'")
+    assert problems({router: write("a.yaml", "router_class: json.decoder.JSONDecoder")}) == []
+    (problem,) = problems({router: write("b.yaml", "class: json.decoder.JSONDecoder")})
+    assert problem.startswith(f"{router} must name a file with a key router_class, got ")
+    (problem,) = problems({router: write("c.yaml", "router_class: json.decoder.Nothing")})
+    assert problem.startswith(f"{router} names 'json.decoder.Nothing'")
 
 
 def test_an_external_library_is_installed() -> None:

@@ -187,7 +187,9 @@ VALUES: tuple[Refusal, ...] = (
         for section in _FSDP
         for part in ("param", "reduce", "buffer")
     ),
-    _one_of("critic.loss_agg_mode", AGGREGATIONS, "it is the policy's by default"),
+    _one_of("critic.loss_agg_mode", AGGREGATIONS, "it is the policy's by default")._replace(
+        when=lambda at: at["critic.loss_agg_mode"] != at[f"{ACTOR}.loss_agg_mode"]
+    ),
     _one_of("transfer_queue.backend.storage_backend", STORES, "SimpleStorage is verl's default"),
     *(
         Refusal(

@@ -202,7 +202,8 @@ def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:
 
 def _faults_of_checkpoint(config: Mapping[str, Any]) -> Iterator[InputFault]:
     path = select(config, "trainer.resume_from_path")
-    if select(config, "trainer.resume_mode") == "resume_path" and not Path(str(path)).expanduser().is_dir():
+    resumes = select(config, "trainer.resume_mode") == "resume_path" and path is not None
+    if resumes and not Path(str(path)).expanduser().is_dir():
         yield InputFault(
             f"trainer.resume_from_path must be an existing folder global_step_N, got {path!r}; correct it",
             f"trainer.resume_from_path={path}, which is not on this machine",

@@ -37,6 +37,7 @@ TOOL_LOOP = "tool_agent"
 OWN_LOOPS = ("agent_session", "environment", "diffusion")
 """Agent loops of this package."""
 MANAGER, SOURCES = "reward.reward_manager", ("register", "importlib")
+CALLBACK, ROUTER = "trainer.checkpoint_callback_class", f"{ROLLOUT}.router_config_path"
 DATA_SET = "data.custom_cls"
 REWARD = "reward.custom_reward_function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -90,6 +91,7 @@ def faults_of_user_files(config: Mapping[str, Any], *, images: bool = False) -> 
         _faults_of_loops(config),
         _faults_of_data_set(config),
         _faults_of_library(config),
+        _faults_of_hooks(config),
         _faults_of_manager(config) if managed else (),
     )
 
@@ -246,7 +248,7 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
         yield InputFault(f"{FORMAT} must be one of {', '.join(forms)}, got {form!r}{alike}; correct it")
 
 
-# Data sets, libraries and reward managers.
+# Data sets, hooks, libraries and reward managers.
 
 
 def _faults_of_data_set(config: Mapping[str, Any]) -> Iterator[InputFault]:
@@ -260,6 +262,19 @@ def _faults_of_data_set(config: Mapping[str, Any]) -> Iterator[InputFault]:
         yield file
     elif file is not None and not _has_word(file, str(name)):
         yield InputFault(f"{DATA_SET}.name must be a class in {str(file)!r}, got {name!r}; correct it")
+
+
+def _faults_of_hooks(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check the class that is called after each checkpoint, and the file of verl's router."""
+    if target := select(config, CALLBACK):
+        yield from _faults_of_class(CALLBACK, str(target))
+    listed = _documents(config, ROUTER)
+    if isinstance(listed, InputFault):
+        yield listed
+    elif listed is not None and not (isinstance(listed, Mapping) and listed.get("router_class")):
+        yield InputFault(f"{ROUTER} must name a file with a key router_class, got {listed!r}; add it")
+    elif listed is not None:
+        yield from _faults_of_class(ROUTER, str(listed["router_class"]))
 
 
 def _faults_of_library(config: Mapping[str, Any]) -> Iterator[InputFault]:
@@ -335,7 +350,10 @@ def _faults_of_class(key: str, target: str) -> Iterator[InputFault]:
         if not any(_has_word(file, name) for file in files):
             yield InputFault(f"{key} names {target!r}, which verl does not have; correct it")
         return
+    if not module:
+        yield InputFault(f"{key} must name a class as package.module.Class, got {target!r}; correct it")
+        return
     try:
         find_class(f"{module}:{name}", key, derived=False)
     except ConfigError as error:
-        yield from (InputFault(problem) for problem in error.problems)
+        yield from (InputFault(problem.replace(f"{module}:{name}", target)) for problem in error.problems)
