@@ -42,6 +42,19 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     assert missing[0].startswith(name)
 
 
+@pytest.mark.parametrize(
+    ("loggers", "remedy"),
+    [(["console"], "set the tracker `file` to write it"), (["file"], "no step was finished")],
+)
+def test_metrics_of_no_step_are_no_fault_of_the_tracker(
+    folder: Path, loggers: list[str], remedy: str
+) -> None:
+    (folder / "metrics.jsonl").unlink()
+    (folder / "config.json").write_text(json.dumps({"trainer": {"logger": loggers}}))
+    (missing,) = read_run(folder).missing
+    assert missing.endswith(f"; {remedy}")
+
+
 @pytest.mark.parametrize("name", ["summary.json", "config.json"])
 def test_an_incomplete_json_file_is_named(folder: Path, name: str) -> None:
     (folder / name).write_text('{"steps": ')

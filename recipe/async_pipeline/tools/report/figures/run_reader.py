@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ....config.paths import select
 from ....core.events import LogRecord
 from ....core.replay import start_facts
 from ....errors import RunFilesError
@@ -57,7 +58,9 @@ def read_run(path: Path) -> RunFiles:
     missing: list[str] = []
     file = events_of_steps(path)
     events = _events(file, missing)
-    steps, validations = _metrics(path / "metrics.jsonl", missing)
+    config = _mapping(path / "config.json", missing, "settings cannot be compared")
+    loggers = select(config, "trainer.logger") or ()
+    steps, validations = _metrics(path / "metrics.jsonl", missing, tracked="file" in loggers)
     others = sorted(one.name for one in path.glob("events*.jsonl") if one != file)
     if others:
         missing.append(
@@ -75,7 +78,7 @@ def read_run(path: Path) -> RunFiles:
         summary=_mapping(
             path / "summary.json", missing, "the run is still running, or was killed before its end"
         ),
-        config=_mapping(path / "config.json", missing, "settings cannot be compared"),
+        config=config,
         engine=_engine(path / "run.log"),
         pictures=read_pictures(path, missing),
         missing=tuple(missing),
@@ -114,15 +117,15 @@ def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:
     return events
 
 
-def _metrics(path: Path, missing: list[str]) -> tuple[list[StepMetrics], list[StepMetrics]]:
+def _metrics(path: Path, missing: list[str], *, tracked: bool) -> tuple[list[StepMetrics], list[StepMetrics]]:
     steps: dict[int, StepMetrics] = {}
     validations: list[StepMetrics] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
+        remedy = "no step was finished" if tracked else "set the tracker `file` to write it"
         missing.append(
-            f"metrics.jsonl cannot be read ({type(error).__name__}): no rewards, lengths and lags; set "
-            "the tracker `file` to write it"
+            f"metrics.jsonl cannot be read ({type(error).__name__}): no rewards, lengths and lags; {remedy}"
         )
         return [], []
 
