@@ -27,3 +27,8 @@ KNOWN = ("max_prompt_length", "ppo_mini_batch_size", "gpu_memory_utilization", "
 )
 def test_a_misspelled_name_resembles_each_word_of_the_known_one(name: str, near: str | None) -> None:
     assert nearest(name, KNOWN) == near
+
+
+def test_a_short_name_is_meant_for_one_with_its_first_letter() -> None:
+    assert nearest("foo", ("opo", "gae")) is None
+    assert nearest("grop", ("opo", "grpo")) == "grpo"

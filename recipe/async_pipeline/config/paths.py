@@ -48,6 +48,10 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
+_SHORT = 4
+"""Names of so few letters resemble too many others: they begin with the same letter, too."""
+
+
 def nearest(name: str, known: Iterable[object], cutoff: float = 0.6) -> str | None:
     """Return the known name that a name resembles most, by at least `cutoff`, or None.
 
@@ -56,7 +60,8 @@ def nearest(name: str, known: Iterable[object], cutoff: float = 0.6) -> str | No
     """
     wanted, by_lower = str(name).lower(), {str(one).lower(): str(one) for one in known}
     close = difflib.get_close_matches(wanted, sorted(by_lower), n=3, cutoff=cutoff)
-    return next((by_lower[one] for one in close if _has_words_of(wanted, one)), None)
+    near = (one for one in close if len(wanted) > _SHORT or one[:1] == wanted[:1])
+    return next((by_lower[one] for one in near if _has_words_of(wanted, one)), None)
 
 
 def _has_words_of(name: str, other: str) -> bool:

@@ -73,6 +73,12 @@ def test_a_key_that_only_begins_like_one_is_another() -> None:
         (["critic.enable", "trainer.nnodes"], {"critic.enable": False}, ""),
         (["critic.profiler.ranks"], {}, ""),
         (
+            ["algorithm.gamma"],
+            {"algorithm.adv_estimator": "grpo"},
+            "algorithm.adv_estimator=gae or algorithm.adv_estimator=reinforce_plus_plus",
+        ),
+        (["algorithm.gamma"], {"algorithm.adv_estimator": "reinforce_plus_plus"}, ""),
+        (
             ["algorithm.kl_ctrl.kl_coef"],
             {"algorithm.use_kl_in_reward": False},
             "algorithm.use_kl_in_reward=True",

@@ -38,6 +38,14 @@ def test_a_misspelled_key_of_verl_is_refused(
         launch.checked(smoke({path: value}))
 
 
+def test_all_keys_that_classes_lack_are_refused_at_once(launch: ModuleType, smoke: Smoke) -> None:
+    keys = [f"{ROLLOUT}.max_tokens", f"{ROLLOUT}.val_kwargs.max_tokens"]
+    keys += [f"{ACTOR}.temperature", "algorithm.clip_ratio"]
+    with pytest.raises(ConfigError) as caught:
+        launch.checked(smoke(dict.fromkeys(keys, 3)))
+    assert sorted(problem.partition(" ")[0] for problem in caught.value.problems) == sorted(keys)
+
+
 def test_a_key_without_the_outer_section_is_refused(launch: ModuleType, smoke: Smoke) -> None:
     with pytest.raises(ConfigError) as caught:
         launch.checked(smoke({"actor.optim.lr": 3}))

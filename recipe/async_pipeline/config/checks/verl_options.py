@@ -260,7 +260,7 @@ SAMPLING: tuple[Refusal, ...] = tuple(
         f"actor_rollout_ref.rollout.{name}",
         any_of(*allowed),
         f"must be {allowed[0]} {_TRUNCATED}",
-        f"leave it out, or use {OWN}.strategy=on_policy without a correction",
+        "leave it out, or use +async_strategy=on_policy without a correction (rollout_is=null)",
         _weighs_tokens,
     )
     for name, *allowed in (("top_p", 1.0, None), ("top_k", -1, 0, None), ("min_p", 0.0, None))

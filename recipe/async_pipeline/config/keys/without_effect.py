@@ -94,6 +94,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 _IN_REWARD, _IN_LOSS = "algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss"
 _CORRECTION = "algorithm.rollout_correction"
+_POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+_ESTIMATOR = "algorithm.adv_estimator"
 _REWARD_MODEL = "reward.reward_model"
 
 
@@ -102,19 +104,27 @@ class Condition(NamedTuple):
 
     names: tuple[str, ...]
     """As in `WITHOUT_EFFECT`."""
-    needs: Mapping[str, str]
-    """By other keys, the value with which these have an effect; any that is not false if it is empty."""
+    needs: Mapping[str, tuple[object, ...]]
+    """By other keys, the values with which these have an effect; any that is not false if there are none."""
 
 
 CONDITIONS = (
-    Condition(tuple(f"actor_rollout_ref.actor.kl_loss_{name}" for name in ("coef", "type")), {_IN_LOSS: ""}),
-    Condition(("actor_rollout_ref.ref",), {_IN_LOSS: "", _IN_REWARD: ""}),
-    Condition(("algorithm.kl_ctrl", "algorithm.kl_penalty"), {_IN_REWARD: ""}),
-    Condition(("algorithm.filter_groups.metric",), {"algorithm.filter_groups.enable": ""}),
-    Condition(("critic",), {"critic.enable": "", "algorithm.adv_estimator": "gae"}),
-    Condition((_REWARD_MODEL,), {f"{_REWARD_MODEL}.enable": ""}),
+    Condition(tuple(f"actor_rollout_ref.actor.kl_loss_{name}" for name in ("coef", "type")), {_IN_LOSS: ()}),
+    Condition(("actor_rollout_ref.ref",), {_IN_LOSS: (), _IN_REWARD: ()}),
+    Condition(("algorithm.kl_ctrl", "algorithm.kl_penalty"), {_IN_REWARD: ()}),
+    Condition(("algorithm.filter_groups.metric",), {"algorithm.filter_groups.enable": ()}),
+    Condition(("algorithm.gamma",), {_ESTIMATOR: ("gae", "reinforce_plus_plus")}),
+    Condition(("algorithm.lam",), {_ESTIMATOR: ("gae",)}),
+    Condition((f"{_POLICY_LOSS}.clip_cov_*",), {f"{_POLICY_LOSS}.loss_mode": ("clip_cov",)}),
+    Condition(
+        (f"{_POLICY_LOSS}.kl_cov_ratio", f"{_POLICY_LOSS}.ppo_kl_coef"),
+        {f"{_POLICY_LOSS}.loss_mode": ("kl_cov",)},
+    ),
+    Condition(("algorithm.pf_ppo",), {"algorithm.use_pf_ppo": ()}),
+    Condition(("critic",), {"critic.enable": (), _ESTIMATOR: ("gae",)}),
+    Condition((_REWARD_MODEL,), {f"{_REWARD_MODEL}.enable": ()}),
     *(
-        Condition((f"{_CORRECTION}.{name}_*",), {f"{_CORRECTION}.{name}": ""})
+        Condition((f"{_CORRECTION}.{name}_*",), {f"{_CORRECTION}.{name}": ()})
         for name in ("rollout_is", "rollout_rs")
     ),
 )
@@ -145,11 +155,12 @@ def unmet(paths: Iterable[str], value_at: Callable[[str], Any]) -> Iterator[str]
     """Yield a line for each of `CONDITIONS` that is not met although its keys are among `paths`."""
     rest = [path for path in dict.fromkeys(paths) if why_without_effect(path) is None]
     for names, needs in CONDITIONS:
-        if any(value_at(key) == wanted if wanted else value_at(key) for key, wanted in needs.items()):
+        if any(value_at(key) in wanted if wanted else value_at(key) for key, wanted in needs.items()):
             continue
         idle = [path for path in rest if path not in needs and any(is_below(path, name) for name in names)]
         if idle:
-            without = " or ".join(f"{key}={wanted or True}" for key, wanted in needs.items())
+            pairs = [f"{key}={value}" for key, wanted in needs.items() for value in wanted or (True,)]
+            without = " or ".join(pairs)
             yield f"{', '.join(idle)} {'have' if idle[1:] else 'has'} no effect without {without}"
         rest = [path for path in rest if path not in idle]
 

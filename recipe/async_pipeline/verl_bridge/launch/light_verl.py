@@ -15,7 +15,6 @@ import dataclasses
 import importlib
 import io
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -135,16 +134,10 @@ def refusal(config: DictConfig, *, reference: bool) -> str:
             warnings.simplefilter("ignore")
             compute(work, targets)
     except (AssertionError, ValueError, TypeError, InstantiationException) as error:
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        return _NO_FIELD.sub(r"\3.\2 is no field of \1", reason)
+        return " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return ""
 
 
-_NO_FIELD = re.compile(
-    r"Error in call to target .*\b(\w+)\.__init__\(\) got an unexpected keyword argument "
-    r"'(\w+)'.* full_key: (\S+)"
-)
-"""How hydra words it that a section has a key that its class has not."""
 _modules: dict[str, ModuleType] = {}
 """What was imported within `light`, from one time to the next."""
 _used: list[str] = []

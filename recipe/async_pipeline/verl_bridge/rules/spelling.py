@@ -30,6 +30,8 @@ PLAIN = ("trainer",)
 """Sections without a dataclass, of which verl's configuration has all keys."""
 OLDER = "reward_model"
 """A section of older configurations, of which `older_verl` has every key that is still read somewhere."""
+MADE = ("actor_rollout_ref", "algorithm", "critic")
+"""Sections that verl makes objects of, with those below them."""
 READ_BY_NAME = ("", "actor_rollout_ref", "data", *PLAIN)
 """Sections without a dataclass that verl passes to nothing as a whole."""
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -59,6 +61,11 @@ def _check_key(path: str, name: str, value: Any, known: frozenset[str], tree: di
     has_all = path in PLAIN or TARGET in (select(tree, path) or {})
     if has_all and (near := near_key(name, known)) is not None:
         raise ConfigError(f"{key} is unknown, got {shown(key, value)}; did you mean {near!r}?")
+    if TARGET in (select(tree, path) or {}) and path.partition(".")[0] in MADE:
+        raise ConfigError(
+            f"{key} is unknown, got {shown(key, value)}, and the class of its section has no such field; "
+            "leave it out"
+        )
 
 
 def _check_top(path: str, value: Any) -> None:
