@@ -196,6 +196,23 @@ def test_deepspeed_becomes_fsdp2_without_model_parallelism() -> None:
     assert found.unknown == [f"{CONFIG}.zero"]
 
 
+def test_the_keys_of_deepspeed_have_a_meaning_each() -> None:
+    found = with_training(
+        "roll_rlvr",
+        "deepspeed_train",
+        fp16={"enabled": "auto"},
+        bf16={"enabled": True},
+        zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}},
+        zero_allow_untested_optimizer=True,
+        train_micro_batch_size_per_gpu="auto",
+        gradient_clipping=1.0,
+    )
+    kinds = {one.key.removeprefix(f"{CONFIG}."): one.outcome.kind for one in found.keys}
+    assert found.unknown == []
+    assert kinds["zero_optimization.stage"] == kinds["bf16.enabled"] == "nothing to do"
+    assert kinds["zero_optimization.offload_param.device"] == kinds["gradient_clipping"] == "by hand"
+
+
 def test_fsdp2_stays_fsdp2_with_its_settings() -> None:
     settings: dict[str, Any] = {"fsdp_size": 16, "offload_policy": True, "reshard_after_forward": False}
     found = with_training(

@@ -24,7 +24,9 @@ LATER = "verl has no such limit: apply it in the reward function, or in a custom
 
 
 _CLIPS = tuple(f"{_ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high"))
-_NORMALISED = differs("grpo normalises within a group, by algorithm.norm_adv_by_std_in_grpo")
+_NORMALISED = differs(
+    "grpo normalises within a group, by algorithm.norm_adv_by_std_in_grpo, reinforce_plus_plus within a batch"
+)
 
 
 def _dual_clip(value: Any, document: Document) -> Outcome:
@@ -122,6 +124,32 @@ def _other(value: Any, document: Document) -> Outcome:
     return UNKNOWN
 
 
+def _of_deepspeed(rule: Rule) -> Rule:
+    """Use a rule for files that train with DeepSpeed, whose own JSON is in the section."""
+    return lambda value, document: (rule if select(document, TRAIN_STRATEGY) == "deepspeed_train" else _other)(
+        value, document
+    )
+
+
+_OFFLOAD = by_hand(f"to keep it on the host, set param_offload or optimizer_offload in {_ACTOR}.fsdp_config")
+_DEEPSPEED: Table = (
+    ("zero_optimization.offload_*", _OFFLOAD),
+    ("zero_*", nothing("FSDP2 shards weights, gradients and optimizer, as ZeRO 3")),
+    *(
+        (f"{name}*", nothing("the batch sizes of the file say it"))
+        for name in ("train_batch_size", "train_micro_batch_size", "gradient_accumulation")
+    ),
+    ("bf16.*", nothing("FSDP2 computes in bfloat16 by default")),
+    ("fp16.enabled", only(False, "FSDP2 computes in bfloat16 by default", "FSDP2 computes in bfloat16")),
+    ("fp16.*", nothing("FSDP2 computes in bfloat16 by default")),
+    ("gradient_clipping", by_hand(f"set {_ACTOR}.optim.clip_grad")),
+    ("communication_data_type", by_hand(f"set reduce_dtype in {_ACTOR}.fsdp_config.mixed_precision")),
+    ("steps_per_print", nothing("every step is logged")),
+    ("wall_clock_breakdown", nothing("trace.json of a run shows where time went")),
+)
+"""Keys of DeepSpeed's configuration, without its optimizer and schedule."""
+
+
 def _recompute(value: Any, document: Document) -> Outcome:
     found = {f"{_TRANSFORMER}.recompute_granularity": value}
     if value == "full":  # Megatron requires both of them with it
@@ -183,10 +211,12 @@ STRATEGY: Table = (
             by_hand(f"set {_ACTOR}.fsdp_config.wrap_policy; by default the model's layers are wrapped")
         ),
     ),
+    *((f"actor_train.strategy_args.strategy_config.{name}", _of_deepspeed(rule)) for name, rule in _DEEPSPEED),
     ("actor_train.strategy_args.strategy_config.*", _other),
 )
 """Rules of the training strategy; the last one is for keys that have no other."""
 RUN: Table = (
+    ("deepspeed_zero*", nothing("no worker of the file refers to it")),
     ("system_envs.*", by_hand("set these environment variables where the run starts")),
     ("num_gpus_per_node", _devices_of_a_node),
     ("resume_from_checkpoint", _resumed),
