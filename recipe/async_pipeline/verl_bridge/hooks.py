@@ -26,24 +26,26 @@ from typing import Any, NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..config.keys.entry_points import is_program
+from ..config.keys.entry_points import EntryPoint, entry_of_program
 from ..config.keys.older_verl import asks_for_pipeline, modernised
 from ..config.keys.overrides import quote_names
 from ..config.keys.translation import is_enabled, require_no_stray_keys
 from ..config.knobs.schema import is_strategy
 from ..config.paths import OWN, RUNTIME
 from ..console import EXIT_USERS, echo
-from ..errors import AsyncPipelineError, ConfigError
+from ..errors import AsyncPipelineError
 from ..observe.causes import causes
 from ..observe.table import MARK
 
 
-def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True, switched_on: bool = False) -> None:
+def rewrite_command_line(
+    argv: list[str], entry: EntryPoint | None = None, *, switched_on: bool = False
+) -> None:
     """Rewrite the words of a command line that were written for another verl, with a note on each.
 
     `argv` begins with the program and is changed in place. Nothing changes without the switch, which a file
-    may have (`switched_on`). For main_ppo, keys that no code reads get a note, and the process exits with
-    status 2 and a line for each problem if the config lacks a key.
+    may have (`switched_on`). `entry`: the entry point, if it is not main_ppo, for which keys that no code
+    reads get a note. Exits with status 2 and a line for each problem if the config lacks a key.
     """
     words = [word for word in argv[1:] if "=" in word and not word.startswith("-")]
     if not (switched_on or asks_for_pipeline(words)):
@@ -53,19 +55,16 @@ def rewrite_command_line(argv: list[str], *, of_main_ppo: bool = True, switched_
 
     rewritten, notes, problems = modernised(words, has_key)
     others = [word for word in argv[1:] if word not in words]
-    if of_main_ppo and not others:  # a configuration of the user may read any key
+    if entry is None and not others:  # a configuration of the user may read any key
         rewritten, more = without_unread(rewritten)
         notes = (*notes, *more)
     argv[1:] = [*others, *map(quote_names, rewritten)]
     for note in notes:
         echo(f"{MARK} {note}")
     try:
-        if of_main_ppo:
-            from .launch.command_line import check_command_line
+        from .launch.command_line import check_command_line
 
-            check_command_line(argv[1:], problems)
-        elif problems:
-            raise ConfigError(*problems)
+        check_command_line(argv[1:], problems, entry)
     except AsyncPipelineError as error:
         _refuse(str(error))
 
@@ -74,8 +73,8 @@ def rewrite_on_import() -> None:
     """Rewrite this process's command line if its program is an entry point of verl other than main_ppo."""
     at = len(sys.orig_argv) - len(sys.argv)
     # A spawned process has the arguments of its parent, but another program.
-    if at >= 0 and is_program(sys.orig_argv[at]):
-        rewrite_command_line(sys.argv, of_main_ppo=False)
+    if at >= 0 and (entry := entry_of_program(sys.orig_argv[at])) is not None:
+        rewrite_command_line(sys.argv, entry)
 
 
 def prepare(config: DictConfig, problems: tuple[str, ...] = ()) -> None:

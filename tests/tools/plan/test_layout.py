@@ -61,7 +61,7 @@ def test_a_batch_that_does_not_divide_evenly_is_refused() -> None:
     with pytest.raises(
         ConfigError,
         match=r"batch.groups x batch.answers of the profile, 32 samples, .* 6 devices of pool train; "
-        r"nearest sizes are 4 and 8",
+        r"change its sizes, or give the pool 4 or 8 devices",
     ):
         groups_of(of, placement_of(of, pools_of({TOGETHER: 6}, 2), 8))
 

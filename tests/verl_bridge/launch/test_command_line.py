@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from recipe.async_pipeline.config.keys.entry_points import FULLY_ASYNC
 from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.verl_bridge import hooks
@@ -81,6 +82,34 @@ def test_a_contradiction_is_named_although_hydra_refuses_the_rest(module: Module
 )
 def test_all_else_is_left_to_hydra(module: ModuleType, arguments: list[str]) -> None:
     module.check_command_line(arguments)
+
+
+def test_a_word_that_cannot_be_read_hides_no_other(module: ModuleType) -> None:
+    broken = ["trainer.logger=[console,wandb", "trainer.nnodes=1,2", "data.unheard=5"]
+    with pytest.raises(ConfigError) as raised:
+        module.check_command_line([*SMOKE, "+async_pipeline=True", *broken, "algorithm.adv_estimator=gpro"])
+    first, second, third, *others = raised.value.problems
+    assert first.startswith("trainer.logger=[console,wandb cannot be parsed")
+    assert second == "trainer.nnodes must be one value, got 1,2; write 'trainer.nnodes=[1,2]' for a list"
+    assert third.startswith("data.unheard is not a key")
+    assert any("adv_estimator must be one of" in other for other in others)
+
+
+def test_all_problems_of_another_entry_point_are_named(module: ModuleType) -> None:
+    given = ["+async_pipeline=True", "data.zzz=3", "trainer.yyy=3", "rollout.nnodes=1", "rollout.n_gpus_per_node=4"]
+    with pytest.raises(ConfigError) as raised:
+        module.check_command_line([*given, "async_training.staleness_threshold=-1"], (), FULLY_ASYNC)
+    first, second, *others = raised.value.problems
+    assert first.startswith("data.zzz is not a key") and second.startswith("trainer.yyy is not a key")
+    assert any("staleness_threshold" in other for other in others)
+    module.check_command_line([*given[:1], "rollout.nnodes=1", "rollout.n_gpus_per_node=4"], (), FULLY_ASYNC)
+
+
+def test_a_key_of_another_engine_names_that(module: ModuleType) -> None:
+    key = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+    with pytest.raises(ConfigError) as raised:
+        module.check_command_line(["+async_pipeline=True", f"{key}=2"])
+    assert raised.value.problems[0] == f"{key} is a key of model_engine=megatron; set that, or leave the key out"
 
 
 def test_an_override_that_cannot_be_parsed_is_one_line(module: ModuleType) -> None:

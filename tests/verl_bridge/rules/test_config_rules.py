@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.config.checks import verl_values
+from recipe.async_pipeline.config.checks.rollout_correction import RS_OPTIONS
 from recipe.async_pipeline.config.checks.verl_options import RULES
 from recipe.async_pipeline.config.paths import nested
 from recipe.async_pipeline.errors import ConfigError
@@ -99,6 +100,8 @@ def test_names_of_values_are_verls(load: Load) -> None:
     dtypes = load("verl.utils.torch_dtypes")
     optimizers = load("verl.workers.config.optimizer")
     zero = torch.zeros(1, 1)
+    helper = load("verl.trainer.ppo.rollout_corr_helper")
+    assert set(RS_OPTIONS) == helper.SUPPORTED_ROLLOUT_RS_OPTIONS
     for name in verl_values.KL:
         algorithms.kl_penalty(zero, zero, name)
     for dtype in verl_values.DTYPES:

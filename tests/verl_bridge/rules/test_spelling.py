@@ -100,6 +100,7 @@ ROLL = "actor_rollout_ref.rollout.agent.activate_rudder"
 
 def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
     words = [f"+{ROLL}=True", "++data.rudder_angle=1", "+rudder.angle=2", "+actor.use_legacy=1"]
+    words += ["+trainer.ppo_mini_batch_size=2", "+data.batch_size=2"]  # read of another section
     words += ["+async_flow.staleness=2"]  # which `translate` knows
     # A function of verl, and what is read elsewhere, but not in a section of older keys.
     words += ["+trainer.megatron_calc_layer_map=1", "+reward_model.kl_coef=1", "+reward_model.model.foo=1"]
@@ -111,6 +112,8 @@ def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
         f"ignored: data.rudder_angle, {why}, unless yours does",
         f"ignored: rudder.angle, {why}, unless yours does",
         f"ignored: actor.use_legacy, {why}, unless yours does",
+        f"ignored: trainer.ppo_mini_batch_size, {why}, unless yours does",
+        f"ignored: data.batch_size, {why}, unless yours does",
         f"ignored: async_flow.staleness, {why}, unless yours does",
         f"ignored: trainer.megatron_calc_layer_map, {why}, unless yours does",
         f"ignored: reward_model.kl_coef, {why}, unless yours does",
@@ -122,8 +125,8 @@ def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
     "words",
     [
         ["data.seed=1", f"{ROLLOUT}.rudder=1"],
-        # A field of the class, and a name that verl reads elsewhere.
-        [f"+{ACTOR}.ppo_infer_max_token_len_per_gpu=1", "+trainer.ppo_mini_batch_size=2"],
+        # A field of the class, and a key that verl's configuration does not have.
+        [f"+{ACTOR}.ppo_infer_max_token_len_per_gpu=1", "+data.gen_batch_size=2"],
         # Passed on as a whole.
         [
             f"+{ROLLOUT}.engine_kwargs.vllm.rudder=1",

@@ -11,7 +11,7 @@ import pytest
 from recipe.async_pipeline.config.keys.overrides import explain_complaint
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.verl_bridge.rules import verl_keys
-from recipe.async_pipeline.verl_bridge.rules.verl_keys import is_read, near_key
+from recipe.async_pipeline.verl_bridge.rules.verl_keys import is_read, is_read_in, near_key
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +66,28 @@ def test_a_key_is_read_if_its_names_are_words_of_the_source(tree: Path) -> None:
     assert is_read("trainer.total_epochs")
     assert is_read("ray_kwargs.ray_init._temp_dir"), "Ray reads it"
     assert not is_read("trainer.epochs") and not is_read("retriever.total_epochs")
+
+
+@pytest.mark.parametrize(
+    ("section", "names"),
+    [
+        ("trainer", "total_epochs test_freq nnodes"),
+        ("data", "gen_batch_size prompt_key"),
+        ("reward", "num_workers"),
+        ("", "trainer"),
+        ("actor_rollout_ref.actor", "lr"),
+    ],
+)
+def test_a_key_of_a_section_is_read_where_that_is_named(tree: Path, section: str, names: str) -> None:
+    (tree / "verl" / "utils" / "dataset").mkdir(parents=True)
+    (tree / "verl" / "utils" / "dataset" / "rows.py").write_text('self.config.get("prompt_key")')
+    (tree / "verl" / "module.py").write_text(
+        'config.trainer.total_epochs, config.trainer.get("test_freq"), config.trainer["nnodes"], optim.lr\n'
+        'config.data.gen_batch_size, data.batch_size, OmegaConf.select(config, "reward.num_workers")'
+    )
+    assert [name for name in names.split() if not is_read_in(section, name)] == []
+    assert not is_read_in(section, "batch_size") or section.startswith("actor")
+    assert not is_read_in(section, "nothing")
 
 
 def test_without_verl_nothing_is_near(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that samples divide over a pool and that replicas fill it; an error names the nearest sizes."""
+"""Check that samples divide over a pool and that replicas fill it; an error names the nearest numbers of devices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def check_divides(pool: Pool, samples: int, what: str, size: int = 1) -> None:
         fits = [n for n in range(1, samples + 1) if samples % n == 0]
         below = max(n for n in fits if n <= ranks) if ranks > 1 else 1
         above = min((n for n in fits if n > ranks), default=None)
-        nearest = f"{below * size}" if above is None else f"{below * size} and {above * size}"
+        nearest = f"{below * size}" if above is None else f"{below * size} or {above * size}"
         units = f"{pool.devices} devices of pool {pool.name}"
         if size > 1:
             units = f"{ranks} data-parallel ranks ({units}, {size} for each rank)"
         raise ConfigError(
-            f"{what}, {samples} samples, must be divisible by the {units}; nearest sizes are {nearest}"
-            f"{' devices' if size > 1 else ''}"
+            f"{what}, {samples} samples, must be divisible by the {units}; change its sizes, or give the pool "
+            f"{nearest} devices"
         )
 
 

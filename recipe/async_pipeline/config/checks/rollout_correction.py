@@ -22,6 +22,12 @@ UNUSABLE = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 SPLITS = ("advantage", "score")
 RATIO_LEVELS = ("token", "sequence")
 IS_LEVELS = ("token", "sequence")
+RS_OPTIONS = (
+    *(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean") for k in (1, 2, 3)),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""Criteria by which verl masks; a run may have several."""
 AGGREGATIONS = (
     "token-mean",
     "token-sum",
@@ -69,6 +75,12 @@ def _weight(value: Any) -> bool:
 
 def _switch(value: Any) -> bool:
     return isinstance(value or False, bool)
+
+
+def _masks(value: Any) -> bool:
+    """Return whether verl can mask by a value: criteria with commas between them, or none at all."""
+    chosen = [one.strip() for one in value.split(",")] if isinstance(value, str) else []
+    return value is None or (any(chosen) and {*filter(None, chosen)} <= {*RS_OPTIONS})
 
 
 def _clip(name: str, least: float) -> Refusal:
@@ -159,6 +171,12 @@ CORRECTION_ROWS: tuple[Refusal, ...] = (
         any_of(None, *IS_LEVELS),
         f"must be one of {', '.join(IS_LEVELS)} or null",
         "token is a usual choice",
+    ),
+    Refusal(
+        f"{CORRECTION}.rollout_rs",
+        _masks,
+        f"must be of {', '.join(RS_OPTIONS)}, with commas between them, or null",
+        "token_k1 masks single tokens",
     ),
 )
 

@@ -152,10 +152,10 @@ def entry_of_runner(name: str) -> EntryPoint | None:
     return next((entry for entry in ENTRY_POINTS if entry.runner == name), None)
 
 
-def is_program(program: str) -> bool:
-    """Return whether a module or a file that Python runs is one of the entry points."""
+def entry_of_program(program: str) -> EntryPoint | None:
+    """Return the entry point that is the module, or the file, that Python runs, or None."""
     name = program.removesuffix(".py").replace("/", ".")
-    return any(f".{name}".endswith(f".{entry.module}") for entry in ENTRY_POINTS)
+    return next((entry for entry in ENTRY_POINTS if f".{name}".endswith(f".{entry.module}")), None)
 
 
 # Rules.

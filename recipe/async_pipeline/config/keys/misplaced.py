@@ -155,12 +155,20 @@ def _read_in() -> Mapping[str, list[str]]:
     return found
 
 
-def unknown_key(path: str, near: str | None = None, *, read: bool = True, fixed: bool = False) -> str:
+def unknown_key(
+    path: str,
+    near: str | None = None,
+    *,
+    read: bool = True,
+    fixed: bool = False,
+    engine: str = "",
+) -> str:
     """Return the one-line message for a path that hydra does not find in the config.
 
     `near`: the key of verl's of which it is a misspelling; with a `+`, it would be refused as well.
     `read`: whether code of verl may read it, as it does some keys that its configuration does not have.
-    `fixed`: whether the section has a class, which takes no further keys.
+    `fixed`: whether the section has a class, which takes no further keys. `engine`: the value of `model_engine`
+    with which alone a config has the key.
     """
     if near is not None:
         return f"{path} is not a key of this config; did you mean {near!r}?"
@@ -170,6 +178,8 @@ def unknown_key(path: str, near: str | None = None, *, read: bool = True, fixed:
         places = _places().get(path.rpartition(".")[2], ())
         if places:
             return f"{path} is not a key of this config; leave it out, or set ++{' or ++'.join(places)}"
+        if engine:
+            return f"{path} is a key of model_engine={engine}; set that, or leave the key out"
         if path.partition(".")[0] in (ASYNC_TRAINING, "rollout"):
             return f"{path} is not a key of this config, and not supported; leave it out"
         if fixed:

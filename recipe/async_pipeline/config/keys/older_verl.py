@@ -220,7 +220,7 @@ def modernised(overrides: Iterable[str], has: Callable[[str], bool] = lambda pat
     for word in words:
         key, (path, moved) = _key(word), _moved(_key(word))
         value = word.partition("=")[2]
-        if moved is None:
+        if moved is None or word.startswith("~"):
             word, why = _with_plus(word, key, has)
             found.append(word)
             notes += [why] if why else []
@@ -245,7 +245,8 @@ def modernised(overrides: Iterable[str], has: Callable[[str], bool] = lambda pat
             )
         elif becomes is not None:
             why = f": {moved.why}" if moved.why else ""
-            notes.append(f"{key}={value} -> {present}={becomes}{why}")
+            if (present, becomes) != (key, value):
+                notes.append(f"{key}={value} -> {present}={becomes}{why}")
             rest.append(f"{now}={becomes}")
         found += rest
     return Modernised(_trainer(found, notes), tuple(notes), tuple(problems))
@@ -295,7 +296,9 @@ def _trainer(words: list[str], notes: list[str]) -> list[str]:
         return words
     chosen = any(_key(word).endswith(("async_strategy", f"{OWN}.strategy")) for word in words)
     now = "the chosen strategy" if chosen else "async_strategy=fully_async"
-    notes.append(f"{mode} -> {now}; training and generation get separate devices")
+    bounded = chosen or any(_key(word) == f"{OWN}.staleness.max_lag" for word in words)
+    lag = "" if bounded else f"; {OWN}.staleness.max_lag is 3, where verl's default threshold permits 7"
+    notes.append(f"{mode} -> {now}; training and generation get separate devices{lag}")
     rest = [word for word in words if word != mode]
     return rest if chosen else [*rest, "++async_strategy=fully_async"]
 

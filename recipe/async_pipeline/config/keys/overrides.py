@@ -82,10 +82,17 @@ def unknown_among(overrides: Iterable[str], has: Callable[[str], bool]) -> dict[
     return found
 
 
-def explain_complaint(complaint: str, near: Callable[[str], str | None] = lambda path: None) -> str | None:
+def several_values(key: str, value: str) -> str:
+    """Return the line on a key with several values, which only a sweep of hydra may have."""
+    return f"{key} must be one value, got {value}; write '{key}=[{value}]' for a list"
+
+
+def explain_complaint(
+    complaint: str, near: Callable[[str], str | None] = lambda path: None, word: str = "an override"
+) -> str | None:
     """Return one line for a complaint of hydra, or None if it is about something else.
 
-    `near` returns the key of verl's of which a path is a misspelling, or None.
+    `near` returns the key of verl's of which a path is a misspelling, or None. `word`: what hydra read.
     """
     complaint = _FULL_ERROR.sub("", complaint)
     if found := _NO_SUCH_KEY.match(complaint):
@@ -101,9 +108,9 @@ def explain_complaint(complaint: str, near: Callable[[str], str | None] = lambda
     if found := _NO_FILE.match(complaint):
         return f"{found[1]} is not one of verl's configurations; give its folder by --config-path=/..."
     if found := _AMBIGUOUS.match(complaint):
-        return f"{found[1]} must be one value, got {found[2]}; write '{found[1]}=[{found[2]}]' for a list"
+        return several_values(found[1], found[2])
     if found := _UNREADABLE.match(complaint.split("\n")[0]):
-        what = found["override"] or "an override"
+        what = found["override"] or word
         if not what.isascii() and quote_names(what) == what:
             return f"{what} cannot be parsed, because it has keys that are not ASCII; set it in a file"
         why = f" ({found['reason']})" if found["reason"] else ""

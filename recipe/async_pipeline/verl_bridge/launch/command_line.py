@@ -18,59 +18,74 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from ...config.keys.entry_points import EntryPoint
 from ...config.keys.misplaced import is_own, unknown_key
-from ...config.keys.overrides import explain_complaint, is_refused, sets, unknown_among, unknown_in
+from ...config.keys.overrides import (
+    explain_complaint,
+    is_refused,
+    several_values,
+    sets,
+    unknown_among,
+    unknown_in,
+)
 from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from .. import replaced
 from ..rules.config_checks import Checked, checked
 from ..rules.spelling import takes_no
-from ..rules.verl_keys import is_read, near_key
+from ..rules.verl_keys import engine_with, is_read, is_read_in, near_key
+from .entry_points import apply_entry_point
 
 
-def check_command_line(arguments: Sequence[str], problems: tuple[str, ...] = ()) -> None:
-    """Check the command line of verl's main_ppo, which has `problems` already, before hydra reads it.
+def check_command_line(
+    arguments: Sequence[str], problems: tuple[str, ...] = (), entry: EntryPoint | None = None
+) -> None:
+    """Check the command line of verl's main_ppo, or of another entry point, before hydra reads it.
 
-    Raises ConfigError if an override cannot be parsed, for which hydra may print a traceback, or with all
-    problems of the run if there are any of the command line; all else is left to hydra.
+    `problems` are known already. The configurations of some entry points are not a part of verl.
+
+    Raises ConfigError with all problems of the run if there are any of the command line, for which hydra may
+    print a traceback; all else is left to hydra.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", type=Path)
-    parser.add_argument("--config-name", "-cn", default="ppo_trainer")
+    parser.add_argument("--config-name", "-cn", default=entry.configs[0] if entry else "ppo_trainer")
     parser.add_argument("overrides", nargs="*")
     given, others = parser.parse_known_args(arguments)
     config = None
-    if not others:
-        try:
-            OverridesParser.create().parse_overrides(given.overrides)
-        except (HydraException, ValueError) as error:
-            raise ConfigError(*problems, str(_as_config_error(error))) from None
-        folder = None if given.config_path is None else of_verls_entry_point(given.config_path)
+    folder = None if given.config_path is None else of_verls_entry_point(given.config_path, entry)
+    if entry is not None and entry.folder is not None and folder is None:
+        folder = find_verl_root() / "verl" / entry.folder
+    if not others and (entry is None or folder is not None):
         with suppress(ConfigError):
             config, unknown = composed(folder, given.config_name, given.overrides)
             problems = (*unknown, *problems)
     if problems:
         if config is None:
             raise ConfigError(*problems)
-        checked_with(problems, config)
+        more = () if entry is None else apply_entry_point(config, entry)[1]
+        checked_with((*problems, *more), config)
 
 
-def of_verls_entry_point(folder: Path) -> Path:
-    """Return a folder as hydra finds it: a relative path begins at verl's main_ppo."""
-    return find_verl_root() / "verl" / "trainer" / folder
+def of_verls_entry_point(folder: Path, entry: EntryPoint | None = None) -> Path:
+    """Return a folder as hydra finds it: a relative path begins at verl's main_ppo, or another entry point."""
+    module = "verl.trainer.main_ppo" if entry is None else entry.module
+    return find_verl_root().joinpath(*module.split(".")[:-1]) / folder
 
 
 def composed(folder: Path | None, name: str, overrides: list[str]) -> tuple[DictConfig, tuple[str, ...]]:
-    """Return the configuration as verl's entry point would see it, and a line for each unknown key or choice
-    of a file, left out.
+    """Return the configuration as verl's entry point would see it, and a line for each word with an unknown
+    key, an unknown file or a value that cannot be read, left out.
 
     Raises ConfigError if hydra refuses the configuration for another reason.
     """
     try:
         return _composed_by_hydra(folder, name, overrides), ()
     except (HydraException, ValueError) as error:
-        if not any(is_refused(word, str(error)) for word in overrides):
+        unread = _unread(overrides)
+        if not unread and not any(is_refused(word, str(error)) for word in overrides):
             raise _as_config_error(error) from None
+    overrides = [word for word in overrides if word not in unread]
     # Without plain overrides there is no unknown key, and the rest shows which ones are.
     base, chosen, wrong = _with_choices(folder, name, [word for word in overrides if _chooses(word)])
     both = ((word, f"+{word}") for word in overrides)
@@ -87,7 +102,20 @@ def composed(folder: Path | None, name: str, overrides: list[str]) -> tuple[Dict
         config = _composed_by_hydra(folder, name, [word for word in added if word not in unknown])
     except (HydraException, ValueError) as error:
         raise _as_config_error(error) from None
-    return config, (*wrong, *problems)
+    return config, (*unread.values(), *wrong, *problems)
+
+
+def _unread(overrides: list[str]) -> dict[str, str]:
+    """Return a line for each word that is no override, or that has several values, by the words."""
+    parser, found = OverridesParser.create(), dict[str, str]()
+    for word in overrides:
+        key, _, value = word.partition("=")
+        try:
+            if parser.parse_override(word).is_sweep_override():
+                found[word] = several_values(key, value)
+        except (HydraException, ValueError) as error:
+            found[word] = explain_complaint(str(error), word=word) or f"{word}: {str(error).splitlines()[0]}"
+    return found
 
 
 def _with_choices(
@@ -116,7 +144,13 @@ def _unknown(path: str, overrides: list[str]) -> str:
     near = near_key(path) or ""
     section = "" if "." in near else path.rpartition(".")[0]
     given = bool(near) and sets(overrides, f"{section}.{near}".lstrip("."))
-    return unknown_key(path, None if given or not near else near, read=is_read(path), fixed=takes_no(path))
+    return unknown_key(
+        path,
+        None if given or not near else near,
+        read=is_read(path) and is_read_in(*path.rpartition(".")[::2]),
+        fixed=takes_no(path),
+        engine=engine_with(path),
+    )
 
 
 def _has(config: Any, path: str) -> bool:

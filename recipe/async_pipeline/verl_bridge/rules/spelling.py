@@ -24,7 +24,7 @@ from ...errors import ConfigError
 from ...installed.verl import has
 from ...redaction import shown
 from ..launch.light_verl import TARGET, fields_of
-from .verl_keys import is_read, verl_trees
+from .verl_keys import is_read, is_read_in, verl_trees
 
 PLAIN = ("trainer",)
 """Sections without a dataclass, of which verl's configuration has all keys."""
@@ -126,13 +126,14 @@ def without_unread(words: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
     """
     given = list(words)
     added = {word: found for word in given if word.startswith("+") and (found := _added(word))}
-    read = _read({name for _, name in added.values()}, given)
+    read = _read({*added.values()}, given)
     rest, notes = [], []
     for word in given:
         section, name = added.get(word, ("", ""))
         there = _sections_at(section)
         has_class = section not in READ_BY_NAME and not _is_older(section)
-        if not name or (name in read and not _is_older(section) and (section or not _inner(name))):
+        is_read_there = (section, name) in read and not _is_older(section)
+        if not name or (is_read_there and (section or not _inner(name))):
             rest.append(word)
         elif (has_class or section in PLAIN) and any(near_key(name, _known(section, one)) for one in there):
             rest.append(word)  # `check_spelling` refuses it
@@ -151,16 +152,29 @@ def _key(word: str) -> str:
     return word.partition("=")[0].lstrip("+")
 
 
-def _read(names: Collection[str], words: Iterable[str]) -> set[str]:
-    """Return the names that verl's source, this package's or an interpolation has."""
-    unread = {name for name in names if not is_read(name)}
+def _read(keys: Collection[tuple[str, str]], words: Iterable[str]) -> set[tuple[str, str]]:
+    """Return the keys, sections and names, that verl's source, this package's or an interpolation has."""
+    unread = {key for key in keys if not is_read_in(*key)}
     if not unread:
-        return set(names)
+        return set(keys)
     texts = [word.partition("=")[2] for word in words if "${" in word]
     package = Path(__file__).parents[2]
     files = (file for file in package.rglob("*.py") if TOOLS not in file.parents)
-    own = (file.read_text(encoding="utf-8") for file in files)
-    return {*names} - unread | {name for text in chain(texts, own) for name in unread if name in text}
+    own = [file.read_text(encoding="utf-8") for file in files]
+    return {
+        (section, name)
+        for section, name in keys
+        if (section, name) not in unread
+        or any(name in text for text in texts)
+        or any(_in_text(section, name) in text for text in own)
+    }
+
+
+def _in_text(section: str, name: str) -> str:
+    """Return how this package's source names a key of a section."""
+    if not section:
+        return f'"{name}"'
+    return f"{section}.{name}" if section in READ_BY_NAME else name
 
 
 def _added(word: str) -> tuple[str, str] | None:

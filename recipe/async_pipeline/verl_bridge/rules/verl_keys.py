@@ -13,13 +13,22 @@ from ...config.keys.misplaced import ALIKE
 from ...config.keys.without_effect import without_effect
 from ...config.paths import OWN, nearest
 from ...errors import PatchError
-from ...installed.verl import find_verl_root, has, keys_of_tree
+from ...installed.verl import COMPOSED, find_verl_root, has, keys_of_tree
 from ..launch.run_config import INIT
 
 
 def has_key(path: str) -> bool:
     """Return whether verl's configuration has a key."""
     return any(has(tree, path) for tree in verl_trees().values())
+
+
+def engine_with(path: str) -> str:
+    """Return the value of `model_engine` with which alone verl's configuration has a key, or nothing."""
+    trees = verl_trees()
+    having = [
+        engine for engine, file in zip(("dp", "megatron"), COMPOSED, strict=True) if has(trees.get(file, {}), path)
+    ]
+    return having[0] if len(having) == 1 else ""
 
 
 @cache
@@ -50,10 +59,46 @@ def is_read(path: str) -> bool:
         return True
 
 
+def is_read_in(section: str, name: str) -> bool:
+    """Return whether verl's source may read a key of a section.
+
+    In a section without an object of its own, only where the section is named before the key.
+    """
+    if section not in _HOLDERS:
+        return is_read(name)
+    try:
+        root = find_verl_root() / "verl"
+    except PatchError:
+        return True
+    places = {root: _HOLDERS[section]} | ({root / "utils" / "dataset": "config"} if section == "data" else {})
+    return any(name.encode() in _read_of(held, at) for at, held in places.items())
+
+
+_QUOTE = "[\"']"
+_HOLDERS = {
+    "": rf"config|cfg|OmegaConf\.select\(\w+, {_QUOTE}",
+    "actor_rollout_ref": rf"actor_rollout_ref|{_QUOTE}actor_rollout_ref|self\.config",
+    "data": rf"(?:config|cfg)\.data|data_config|dataset_config|{_QUOTE}data",
+    "reward": rf"(?:config|cfg)\.reward|reward_config|{_QUOTE}reward",
+    "trainer": rf"(?:config|cfg)\.trainer|trainer_config|{_QUOTE}trainer",
+}
+"""How verl's source names sections that it makes no objects of; the data set has its section as `config`."""
+
+
+@cache
+def _read_of(held: str, folder: Path) -> frozenset[bytes]:
+    """Return the names that source reads of a section, by how it names that."""
+    return frozenset(re.findall(rf"(?:{held})(?:\.|\.get\(\s*|\[){_QUOTE}?(\w+)".encode(), _source(folder)))
+
+
+@cache
+def _source(folder: Path) -> bytes:
+    return b"\n".join(file.read_bytes() for file in sorted(folder.rglob("*.py")))
+
+
 @cache
 def _words_below(root: Path) -> frozenset[bytes]:
-    files = (root / "verl").rglob("*.py")
-    return frozenset(word for file in files for word in re.findall(rb"[.\"'](\w+)", file.read_bytes()))
+    return frozenset(re.findall(rb"[.\"'](\w+)", _source(root / "verl")))
 
 
 def near_key(path: str) -> str | None:
