@@ -31,4 +31,4 @@ def test_a_misspelled_name_resembles_each_word_of_the_known_one(name: str, near:
 
 def test_a_short_name_is_meant_for_one_with_its_first_letter() -> None:
     assert nearest("foo", ("opo", "gae")) is None
-    assert nearest("grop", ("opo", "grpo")) == "grpo"
+    assert nearest("rlo", ("opo", "rloo")) == "rloo"
