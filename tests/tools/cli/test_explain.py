@@ -122,6 +122,14 @@ def test_the_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
+def test_a_key_whose_condition_is_not_met_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    library = "actor_rollout_ref.model.external_lib=json"  # its estimators may read the key
+    note = "algorithm.gamma has no effect without algorithm.adv_estimator=gae or "
+    for more, noted in (([], True), (["algorithm.adv_estimator=gae"], False), ([library], False)):
+        assert main([*SMOKE, "--json", "algorithm.gamma=0.9", *more]) == 0
+        assert any(one.startswith(note) for one in json.loads(capsys.readouterr().out)["notes"]) == noted
+
+
 def test_changed_defaults_of_verl_are_notes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     share = "actor_rollout_ref.rollout.gpu_memory_utilization"
     experts = tmp_path / "model" / "config.json"

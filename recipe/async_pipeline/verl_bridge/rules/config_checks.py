@@ -307,9 +307,10 @@ def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str])
     """
     update(config, found.translation.verl)
     set_pool_sizes(config, found.placement)
-    idle = tuple(
-        unmet([word.partition("=")[0].lstrip("+") for word in overrides], partial(OmegaConf.select, config))
-    )
+    # A library of the user may have estimators and losses that read any key.
+    words = () if OmegaConf.select(config, f"{MODEL}.external_lib") else overrides
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    idle = tuple(unmet(keys, partial(OmegaConf.select, config)))
     if draws_images(config):
         set_image_keys(config, found.translation.config)
         return idle
