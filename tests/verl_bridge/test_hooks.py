@@ -69,7 +69,7 @@ def test_a_command_line_of_older_verl_is_rewritten_with_a_note(capsys: pytest.Ca
 def test_other_entry_points_have_their_command_lines_rewritten(
     monkeypatch: pytest.MonkeyPatch, program: list[str], rewritten: bool
 ) -> None:
-    words = ["reward_model.num_workers=2", "a_key.of_its_own=1", "+async_pipeline=True"]
+    words = ["reward_model.num_workers=2", "rollout.nnodes=1", "+async_pipeline=True"]
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", *program, *words])
     # As Python has it while it imports the packages of a module, or runs a file.
     monkeypatch.setattr(sys, "argv", [program[0], *program[2:], *words])

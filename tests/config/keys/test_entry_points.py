@@ -66,6 +66,19 @@ def test_keys_of_fully_async(path: str, value: Any, values: dict[str, Any]) -> N
     assert found.values == {"async_strategy": "fully_async", **values}
 
 
+def test_two_keys_of_one_meaning_hide_nothing() -> None:
+    both = {"trainer.test_freq": 5, "rollout.test_freq": 2}
+    assert (
+        "rollout.test_freq must equal trainer.test_freq=5, got 2"
+        in rewritten(config(**both), FULLY_ASYNC).problems[0]
+    )
+    every_step = {"async_training.trigger_parameter_sync_step": 1, "rollout.test_freq": 2}
+    assert rewritten(config(**every_step), FULLY_ASYNC).values["trainer.test_freq"] == 2
+    steps = {"rollout.total_rollout_steps": 640, "trainer.total_training_steps": 7}
+    notes = rewritten(config(**steps), FULLY_ASYNC).notes
+    assert any("total_training_steps=10, instead of 7" in note for note in notes)
+
+
 def test_what_is_left_is_understood_by_a_run() -> None:
     raw = config(**{"rollout.nnodes": 1, "rollout.total_rollout_steps": 640, "data.train_batch_size": 0})
     found = rewritten(raw, FULLY_ASYNC)

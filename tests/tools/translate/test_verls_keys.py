@@ -54,5 +54,7 @@ def test_keys_that_verl_lacks_are_added() -> None:
     )
     spelled = with_plus(found, [{"algorithm": {"x": None}}, {"algorithm": {"x": 1}, "data": {"y": 1}}])
     assert spelled.overrides == {"+z": 3, "algorithm.x": 1, "++data.y": 2, "model_engine": "megatron"}
-    assert spelled.keys[1].outcome.overrides == {"++data.y": 2}
+    assert (
+        spelled.keys[1].outcome.overrides == {"++data.y": 2} and "no such key" in spelled.keys[1].outcome.text
+    )
     assert with_plus(found, []).overrides == found.overrides

@@ -87,7 +87,7 @@ def test_all_else_is_left_to_hydra(module: ModuleType, arguments: list[str]) -> 
 def test_a_word_that_cannot_be_read_hides_no_other(module: ModuleType) -> None:
     broken = ["trainer.logger=[console,wandb", "trainer.nnodes=1,2", "data.unheard=5"]
     with pytest.raises(ConfigError) as raised:
-        module.check_command_line([*SMOKE, "+async_pipeline=True", *broken, "algorithm.adv_estimator=gpro"])
+        module.check_command_line(["+async_pipeline=True", *broken, "algorithm.adv_estimator=gpro"])
     first, second, third, *others = raised.value.problems
     assert first.startswith("trainer.logger=[console,wandb cannot be parsed")
     assert second == "trainer.nnodes must be one value, got 1,2; write 'trainer.nnodes=[1,2]' for a list"
@@ -96,7 +96,13 @@ def test_a_word_that_cannot_be_read_hides_no_other(module: ModuleType) -> None:
 
 
 def test_all_problems_of_another_entry_point_are_named(module: ModuleType) -> None:
-    given = ["+async_pipeline=True", "data.zzz=3", "trainer.yyy=3", "rollout.nnodes=1", "rollout.n_gpus_per_node=4"]
+    given = [
+        "+async_pipeline=True",
+        "data.zzz=3",
+        "trainer.yyy=3",
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=4",
+    ]
     with pytest.raises(ConfigError) as raised:
         module.check_command_line([*given, "async_training.staleness_threshold=-1"], (), FULLY_ASYNC)
     first, second, *others = raised.value.problems
@@ -109,7 +115,9 @@ def test_a_key_of_another_engine_names_that(module: ModuleType) -> None:
     key = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
     with pytest.raises(ConfigError) as raised:
         module.check_command_line(["+async_pipeline=True", f"{key}=2"])
-    assert raised.value.problems[0] == f"{key} is a key of model_engine=megatron; set that, or leave the key out"
+    assert (
+        raised.value.problems[0] == f"{key} is a key of model_engine=megatron; set that, or leave the key out"
+    )
 
 
 def test_an_override_that_cannot_be_parsed_is_one_line(module: ModuleType) -> None:

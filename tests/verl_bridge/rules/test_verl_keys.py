@@ -42,6 +42,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("trianer.total_training_steps", "trainer.total_training_steps"),
         ("actor_rollout_ref.rollot.nmea", "actor_rollout_ref.rollout.name"),
         ("trainer.nope", None),
+        ("trianer.nope", "trainer"),
         ("nowhere.name", None),
         ("trainer.v1.async_pipeline.name", None),
     ],

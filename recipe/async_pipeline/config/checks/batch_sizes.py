@@ -221,11 +221,13 @@ def _check_mini_batches(config: Mapping[str, Any], ranks: Mapping[str, Ranks]) -
 
     def check(section: str, name: str, of: Ranks) -> None:
         path = f"{section}.ppo_mini_batch_size"
-        if (size := int(select(config, path))) > batch:
-            fits = batch - batch % (of.number // math.gcd(of.number, n))
+        size = int(select(config, path))
+        fits = _fitting(config, section, of.number, n, min(size, batch), batch)
+        if size > batch:
             less = f"set it to {fits}, or " if fits else ""
             raise ConfigError(f"{path} must be at most {BATCH}={batch}, got {size}; {less}use larger batches")
-        check_divides(of.pool, size * n, f"a mini-batch ({name}.ppo_mini_batch_size x rollout.n)", of.size)
+        what = f"a mini-batch ({name}.ppo_mini_batch_size x rollout.n)"
+        check_divides(of.pool, size * n, what, of.size, f"set {path} to {fits}" if fits else "")
 
     def check_batch(devices: int) -> None:
         fsdp = select(config, f"{ACTOR}.strategy") != "megatron"
@@ -243,6 +245,18 @@ def _check_mini_batches(config: Mapping[str, Any], ranks: Mapping[str, Ranks]) -
         *([partial(check, CRITIC, "critic", critic)] if critic else []),
         partial(check_batch, train.pool.devices),
     )
+
+
+def _fitting(config: Mapping[str, Any], section: str, ranks: int, n: int, near: int, most: int) -> int:
+    """Return a mini-batch of at most `most` prompts that ranks and their micro-batches divide, or 0."""
+    micro = select(config, f"{section}.ppo_micro_batch_size_per_gpu")
+    packed = select(config, f"{section}.use_dynamic_bsz")
+    whole = micro if isinstance(micro, int) and micro > 0 and not packed else 1
+    for rows in (ranks * whole, ranks):
+        unit = rows // math.gcd(rows, n)
+        if unit <= most:
+            return max(near // unit, 1) * unit
+    return 0
 
 
 def _rows(config: Mapping[str, Any], ranks: Mapping[str, Ranks]) -> dict[str, tuple[int, str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that samples divide over a pool and that replicas fill it; an error names the nearest numbers of devices."""
+"""Check that samples divide over a pool and that replicas fill it; an error names the nearest sizes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ...errors import ConfigError
 from ..placement import Pool
 
 
-def check_divides(pool: Pool, samples: int, what: str, size: int = 1) -> None:
-    """Raises ConfigError, with the nearest possible sizes, if a pool cannot divide `samples` evenly.
+def check_divides(pool: Pool, samples: int, what: str, size: int = 1, remedy: str = "") -> None:
+    """Raises ConfigError, with `remedy` or the nearest sizes of a pool, if it cannot divide `samples`.
 
     `size` devices form one data-parallel rank: they share sequences, or hold one model together.
     """
@@ -21,10 +21,8 @@ def check_divides(pool: Pool, samples: int, what: str, size: int = 1) -> None:
         units = f"{pool.devices} devices of pool {pool.name}"
         if size > 1:
             units = f"{ranks} data-parallel ranks ({units}, {size} for each rank)"
-        raise ConfigError(
-            f"{what}, {samples} samples, must be divisible by the {units}; change its sizes, or give the pool "
-            f"{nearest} devices"
-        )
+        remedy = remedy or f"change its sizes, or give the pool {nearest} devices"
+        raise ConfigError(f"{what}, {samples} samples, must be divisible by the {units}; {remedy}")
 
 
 def divisor_below(number: int, most: int) -> int:

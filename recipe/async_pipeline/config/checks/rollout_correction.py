@@ -77,7 +77,7 @@ def _switch(value: Any) -> bool:
     return isinstance(value or False, bool)
 
 
-def _masks(value: Any) -> bool:
+def _is_criteria(value: Any) -> bool:
     """Return whether verl can mask by a value: criteria with commas between them, or none at all."""
     chosen = [one.strip() for one in value.split(",")] if isinstance(value, str) else []
     return value is None or (any(chosen) and {*filter(None, chosen)} <= {*RS_OPTIONS})
@@ -174,7 +174,7 @@ CORRECTION_ROWS: tuple[Refusal, ...] = (
     ),
     Refusal(
         f"{CORRECTION}.rollout_rs",
-        _masks,
+        _is_criteria,
         f"must be of {', '.join(RS_OPTIONS)}, with commas between them, or null",
         "token_k1 masks single tokens",
     ),

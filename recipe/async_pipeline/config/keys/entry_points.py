@@ -166,13 +166,19 @@ def _steps_of_a_sync(document: Document) -> int:
     return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0 else 1
 
 
-def _in_steps(path: str) -> Rule:
-    """verl's fully asynchronous trainer counts versions, this package counts steps."""
+def _in_steps(path: str, *, moved: bool = False) -> Rule:
+    """verl's fully asynchronous trainer counts versions, this package counts steps.
+
+    `moved`: whether the key was another one, with which the present one must agree.
+    """
 
     def rule(value: Any, document: Document) -> Outcome:
+        given = select(document, path)
+        if isinstance(given, int) and given > 0 and given != value:
+            raise WrongValue(f"must equal {path}={given}, got {value}; keep one of them")
         every = _steps_of_a_sync(document)
         if not isinstance(value, int) or value <= 0 or every == 1:
-            return Outcome("nothing to do", text="as it is")
+            return to(path)(value, document) if moved else Outcome("nothing to do", text="as it is")
         text = f"{path}={value * every}: {value} versions of {every} steps each"
         return Outcome("set", {path: value * every}, text)
 
@@ -188,8 +194,10 @@ def _total_steps(value: Any, document: Document) -> Outcome:
         raise WrongValue(f"needs the size of a step, {_MINI_BATCH} x {ASYNC}.require_batches; set both")
     if value < size:
         raise WrongValue(f"must be at least the {size} prompts of a step, got {value}; raise it")
-    steps = value // size
-    return Outcome("set", {"trainer.total_training_steps": steps}, f"trainer.total_training_steps={steps}")
+    path, steps = "trainer.total_training_steps", value // size
+    given = select(document, path)
+    instead = "" if given in (None, steps) else f", instead of {given}, which verl does not read here"
+    return Outcome("set", {path: steps}, f"{path}={steps}{instead}")
 
 
 def _of_the_pool(name: str, default: int) -> EntryPointKey:
@@ -237,7 +245,7 @@ FULLY_ASYNC = EntryPoint(
             "rollout.total_epochs", nothing("ignored: trainer.total_epochs is the number of epochs")
         ),
         EntryPointKey("trainer.test_freq", _in_steps("trainer.test_freq"), stays=True),
-        EntryPointKey("rollout.test_freq", _in_steps("trainer.test_freq")),
+        EntryPointKey("rollout.test_freq", _in_steps("trainer.test_freq", moved=True)),
         EntryPointKey("trainer.save_freq", _in_steps("trainer.save_freq"), stays=True),
         _GENERATED_AT_ONCE,
         _TRANSFER,

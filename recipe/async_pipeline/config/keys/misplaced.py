@@ -167,29 +167,15 @@ def unknown_key(
 
     `near`: the key of verl's of which it is a misspelling; with a `+`, it would be refused as well.
     `read`: whether code of verl may read it, as it does some keys that its configuration does not have.
-    `fixed`: whether the section has a class, which takes no further keys. `engine`: the value of `model_engine`
-    with which alone a config has the key.
+    `fixed`: whether the section has a class, which takes no further keys.
+    `engine`: the value of `model_engine` with which alone a config has the key.
     """
     if near is not None:
         return f"{path} is not a key of this config; did you mean {near!r}?"
     if is_own(path):  # another first word: problems of its value have another line
         return f"+{path} must be written with its +, since this config has no such key; write +{path}=..."
     if not path.startswith(f"{OWN}."):
-        places = _places().get(path.rpartition(".")[2], ())
-        if places:
-            return f"{path} is not a key of this config; leave it out, or set ++{' or ++'.join(places)}"
-        if engine:
-            return f"{path} is a key of model_engine={engine}; set that, or leave the key out"
-        if path.partition(".")[0] in (ASYNC_TRAINING, "rollout"):
-            return f"{path} is not a key of this config, and not supported; leave it out"
-        if fixed:
-            return f"{path} is not a key of this config, nor of its section's class; leave it out"
-        if not read:
-            return (
-                f"{path} is not a key of this config, and no code of verl reads it; leave it out, or write "
-                f"+{path}=... for code of yours that does"
-            )
-        return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
+        return _unknown_to_verl(path, read=read, fixed=fixed, engine=engine)
     knob = path.removeprefix(f"{OWN}.")
     mappings = mapping_knobs(AsyncPipelineConfig)
     if knob in mappings:
@@ -202,3 +188,21 @@ def unknown_key(
     ):
         return f"{path} is a knob that this config does not have; write +{path}=... to add it"
     return unknown(AsyncPipelineConfig, knob)
+
+
+def _unknown_to_verl(path: str, *, read: bool, fixed: bool, engine: str) -> str:
+    places = _places().get(path.rpartition(".")[2], ())
+    if places:
+        return f"{path} is not a key of this config; leave it out, or set ++{' or ++'.join(places)}"
+    if engine:
+        return f"{path} is a key of model_engine={engine}; set that, or leave the key out"
+    if path.partition(".")[0] in (ASYNC_TRAINING, "rollout"):
+        return f"{path} is not a key of this config, and not supported; leave it out"
+    if fixed:
+        return f"{path} is not a key of this config, nor of its section's class; leave it out"
+    if not read:
+        return (
+            f"{path} is not a key of this config, and no code of verl reads it; leave it out, or write "
+            f"+{path}=... for code of yours that does"
+        )
+    return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"

@@ -245,7 +245,7 @@ def modernised(overrides: Iterable[str], has: Callable[[str], bool] = lambda pat
             )
         elif becomes is not None:
             why = f": {moved.why}" if moved.why else ""
-            if (present, becomes) != (key, value):
+            if why or (present, becomes) != (key, value):
                 notes.append(f"{key}={value} -> {present}={becomes}{why}")
             rest.append(f"{now}={becomes}")
         found += rest

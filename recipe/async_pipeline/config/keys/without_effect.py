@@ -78,6 +78,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "actor_rollout_ref.ref.optim": "a reference policy is not trained",
     "actor_rollout_ref.rollout.agent.custom_async_server": "the servers of the pipeline generate",
     "actor_rollout_ref.rollout.engine_kwargs.trtllm": _ENGINE,
+    "*.rollout.layered_summon": "weights are gathered tensor by tensor",
     "*.rollout.multi_stage_wake_up": "engines that have their own devices do not sleep",
     "actor_rollout_ref.rollout.over_sample_rate": f"{OWN}.agentic.redundancy is the knob for it",
     "actor_rollout_ref.rollout.multi_turn.enable": "the column agent_name of the data, or "

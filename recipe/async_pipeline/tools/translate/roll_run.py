@@ -126,28 +126,13 @@ def _other(value: Any, document: Document) -> Outcome:
 
 def _of_deepspeed(rule: Rule) -> Rule:
     """Use a rule for files that train with DeepSpeed, whose own JSON is in the section."""
-    return lambda value, document: (rule if select(document, TRAIN_STRATEGY) == "deepspeed_train" else _other)(
-        value, document
-    )
+    return lambda value, document: (
+        rule if select(document, TRAIN_STRATEGY) == "deepspeed_train" else _other
+    )(value, document)
 
 
+_BF16 = "FSDP2 computes in bfloat16 by default"
 _OFFLOAD = by_hand(f"to keep it on the host, set param_offload or optimizer_offload in {_ACTOR}.fsdp_config")
-_DEEPSPEED: Table = (
-    ("zero_optimization.offload_*", _OFFLOAD),
-    ("zero_*", nothing("FSDP2 shards weights, gradients and optimizer, as ZeRO 3")),
-    *(
-        (f"{name}*", nothing("the batch sizes of the file say it"))
-        for name in ("train_batch_size", "train_micro_batch_size", "gradient_accumulation")
-    ),
-    ("bf16.*", nothing("FSDP2 computes in bfloat16 by default")),
-    ("fp16.enabled", only(False, "FSDP2 computes in bfloat16 by default", "FSDP2 computes in bfloat16")),
-    ("fp16.*", nothing("FSDP2 computes in bfloat16 by default")),
-    ("gradient_clipping", by_hand(f"set {_ACTOR}.optim.clip_grad")),
-    ("communication_data_type", by_hand(f"set reduce_dtype in {_ACTOR}.fsdp_config.mixed_precision")),
-    ("steps_per_print", nothing("every step is logged")),
-    ("wall_clock_breakdown", nothing("trace.json of a run shows where time went")),
-)
-"""Keys of DeepSpeed's configuration, without its optimizer and schedule."""
 
 
 def _recompute(value: Any, document: Document) -> Outcome:
@@ -211,7 +196,45 @@ STRATEGY: Table = (
             by_hand(f"set {_ACTOR}.fsdp_config.wrap_policy; by default the model's layers are wrapped")
         ),
     ),
-    *((f"actor_train.strategy_args.strategy_config.{name}", _of_deepspeed(rule)) for name, rule in _DEEPSPEED),
+    ("actor_train.strategy_args.strategy_config.zero_optimization.offload_*", _of_deepspeed(_OFFLOAD)),
+    (
+        "actor_train.strategy_args.strategy_config.zero_*",
+        _of_deepspeed(nothing("FSDP2 shards weights, gradients and optimizer, as ZeRO 3")),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.train_batch_size",
+        _of_deepspeed(nothing("the batch sizes of the file say it")),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.train_micro_batch_size*",
+        _of_deepspeed(nothing("the batch sizes of the file say it")),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.gradient_accumulation*",
+        _of_deepspeed(nothing("the batch sizes of the file say it")),
+    ),
+    ("actor_train.strategy_args.strategy_config.bf16.*", _of_deepspeed(nothing(_BF16))),
+    (
+        "actor_train.strategy_args.strategy_config.fp16.enabled",
+        _of_deepspeed(only(False, _BF16, "FSDP2 computes in bfloat16")),
+    ),
+    ("actor_train.strategy_args.strategy_config.fp16.*", _of_deepspeed(nothing(_BF16))),
+    (
+        "actor_train.strategy_args.strategy_config.gradient_clipping",
+        _of_deepspeed(by_hand(f"set {_ACTOR}.optim.clip_grad")),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.communication_data_type",
+        _of_deepspeed(by_hand(f"set reduce_dtype in {_ACTOR}.fsdp_config.mixed_precision")),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.steps_per_print",
+        _of_deepspeed(nothing("every step is logged")),
+    ),
+    (
+        "actor_train.strategy_args.strategy_config.wall_clock_breakdown",
+        _of_deepspeed(nothing("trace.json of a run shows where time went")),
+    ),
     ("actor_train.strategy_args.strategy_config.*", _other),
 )
 """Rules of the training strategy; the last one is for keys that have no other."""

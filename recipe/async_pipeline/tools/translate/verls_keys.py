@@ -73,6 +73,9 @@ GROUPS = ("model_engine",)
 """Choices of verl's files, which hydra does not add."""
 
 
+_ADDED = "verl's configuration has no such key: `explain` says whether any code reads it"
+
+
 def with_agent(found: TranslatedFile) -> TranslatedFile:
     """Return a translation that asks for an environment or an agent, if the file has settings of episodes."""
     prefix = f"+{AgenticConfig.PATH}."
@@ -95,7 +98,9 @@ def with_plus(found: TranslatedFile, trees: Iterable[Mapping[str, Any]]) -> Tran
 
     def of_key(one: Became) -> Became:
         values = {spelled(path): value for path, value in one.outcome.overrides.items()}
-        return one._replace(outcome=one.outcome._replace(overrides=values))
+        added = any(path.startswith("++") for path in values)
+        text = one.outcome.text or (_ADDED if added else "")
+        return one._replace(outcome=one.outcome._replace(overrides=values, text=text))
 
     overrides = {spelled(path): value for path, value in found.overrides.items()}
     return replace(found, keys=tuple(map(of_key, found.keys)), overrides=overrides)

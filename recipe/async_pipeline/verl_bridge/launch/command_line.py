@@ -23,8 +23,8 @@ from ...config.keys.misplaced import is_own, unknown_key
 from ...config.keys.overrides import (
     explain_complaint,
     is_refused,
-    several_values,
     sets,
+    several_values,
     unknown_among,
     unknown_in,
 )
@@ -68,7 +68,7 @@ def check_command_line(
 
 
 def of_verls_entry_point(folder: Path, entry: EntryPoint | None = None) -> Path:
-    """Return a folder as hydra finds it: a relative path begins at verl's main_ppo, or another entry point."""
+    """Return a folder as hydra finds it: a relative path begins at the module that is started."""
     module = "verl.trainer.main_ppo" if entry is None else entry.module
     return find_verl_root().joinpath(*module.split(".")[:-1]) / folder
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 

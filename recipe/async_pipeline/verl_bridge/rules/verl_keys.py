@@ -26,7 +26,9 @@ def engine_with(path: str) -> str:
     """Return the value of `model_engine` with which alone verl's configuration has a key, or nothing."""
     trees = verl_trees()
     having = [
-        engine for engine, file in zip(("dp", "megatron"), COMPOSED, strict=True) if has(trees.get(file, {}), path)
+        engine
+        for engine, file in zip(("dp", "megatron"), COMPOSED, strict=True)
+        if has(trees.get(file, {}), path)
     ]
     return having[0] if len(having) == 1 else ""
 
@@ -62,7 +64,7 @@ def is_read(path: str) -> bool:
 def is_read_in(section: str, name: str) -> bool:
     """Return whether verl's source may read a key of a section.
 
-    In a section without an object of its own, only where the section is named before the key.
+    In a section that verl makes no object of, only where the section is named before the key.
     """
     if section not in _HOLDERS:
         return is_read(name)
@@ -88,7 +90,7 @@ _HOLDERS = {
 @cache
 def _read_of(held: str, folder: Path) -> frozenset[bytes]:
     """Return the names that source reads of a section, by how it names that."""
-    return frozenset(re.findall(rf"(?:{held})(?:\.|\.get\(\s*|\[){_QUOTE}?(\w+)".encode(), _source(folder)))
+    return frozenset(re.findall(rf"(?:{held})(?:\.get\(\s*|\.|\[){_QUOTE}?(\w+)".encode(), _source(folder)))
 
 
 @cache
@@ -102,7 +104,10 @@ def _words_below(root: Path) -> frozenset[bytes]:
 
 
 def near_key(path: str) -> str | None:
-    """Return the key of verl that a path resembles: its name, or all of it if a section is misspelled."""
+    """Return the key of verl that a path resembles: its name, or all of it if a section is misspelled.
+
+    A section alone if that is misspelled and has no such key.
+    """
     if path.startswith(f"{OWN}."):
         return None
     *sections, last = path.split(".")
@@ -117,6 +122,5 @@ def near_key(path: str) -> str | None:
     known = {str(key) for node in nodes for key, value in node.items() if not isinstance(value, Mapping)}
     if found != sections and last in known:
         return ".".join([*found, last])
-    if (near := nearest(last, known, ALIKE)) is None:
-        return None
-    return near if found == sections else ".".join([*found, near])
+    near = nearest(last, known, ALIKE)
+    return near if found == sections else ".".join([*found, *([] if near is None else [near])])
