@@ -151,7 +151,7 @@ def test_changed_defaults_of_verl_are_notes(capsys: pytest.CaptureFixture[str], 
         (["+async_pipeline=False"], "the pipeline is switched off; remove the override"),
         (
             ["data.train_batch_size=15"],
-            "ppo_mini_batch_size must be at most data.train_batch_size=15, got 16; set it to 15",
+            "ppo_mini_batch_size must be at most data.train_batch_size=15, got 16; set it to 8",
         ),
         (
             ["async_strategy=recipe.async_pipeline:RoleStateMachine"],
@@ -163,7 +163,7 @@ def test_changed_defaults_of_verl_are_notes(capsys: pytest.CaptureFixture[str], 
         ),
         (
             ["trainer.v1.async_pipeline.custom_stages=[a:B@reward->train]"],
-            "[a:B@reward->train] cannot be parsed; put values with special characters into double quotes",
+            "custom_stages=[a:B@reward->train] cannot be parsed (token recognition error at: '>'); put values",
         ),
         (["=3"], "Config group override must be a string or a list. Got int"),
         (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),

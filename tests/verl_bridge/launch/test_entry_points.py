@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.async_pipeline.config.keys.entry_points import FULLY_ASYNC
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge import hooks
@@ -114,8 +113,3 @@ def test_wrong_values_are_refused_with_the_rest(run: Any) -> None:
         "rollout.fancy is not supported; leave it out",
     ]
     assert "rollout" not in given
-
-
-def test_a_value_that_cannot_be_resolved_is_left_to_the_checks() -> None:
-    given = config(async_pipeline=True, data={"path": "${nowhere}"})
-    assert entry_points.apply_entry_point(given, FULLY_ASYNC) == ((), ())

@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.async_pipeline.config.keys.entry_points import FULLY_ASYNC
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.verl_bridge.launch.run_config import ReadOnce
+from recipe.async_pipeline.verl_bridge.launch.run_config import ReadOnce, apply_entry_point
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke
 
@@ -29,6 +30,11 @@ def test_knobs_and_run_state_are_read_from_a_prepared_config(
     assert (runtime.run_dir.name, runtime.run_dir.is_absolute()) == ("mine", True)
     assert (runtime.started_unix, runtime.old_logp, runtime.resume_from) == (1234.5, "update", None)
     assert [pool.name for pool in runtime.placement.pools] == ["train", "generate"]
+
+
+def test_a_value_that_cannot_be_resolved_is_left_to_the_checks() -> None:
+    given = OmegaConf.create({"data": {"path": "${nowhere}"}})
+    assert apply_entry_point(given, FULLY_ASYNC) == ((), ())
 
 
 def test_a_view_reads_each_key_once_and_survives_pickling() -> None:

@@ -22,7 +22,7 @@ from ...installed.engines import installed
 from ...installed.verl import find_verl_root
 from ...verl_bridge.launch.command_line import checked_with, composed, of_verls_entry_point
 from ...verl_bridge.launch.engine_contract import check_engine
-from ...verl_bridge.launch.entry_points import apply_entry_point
+from ...verl_bridge.launch.run_config import apply_entry_point
 from ...verl_bridge.rules.config_checks import Checked, set_verls_keys
 from ...verl_bridge.rules.spelling import without_unread
 from ...verl_bridge.rules.verl_keys import has_key

@@ -34,7 +34,7 @@ from .. import replaced
 from ..rules.config_checks import Checked, checked
 from ..rules.spelling import takes_no
 from ..rules.verl_keys import engine_with, is_read, is_read_in, near_key
-from .entry_points import apply_entry_point
+from .run_config import apply_entry_point
 
 
 def check_command_line(

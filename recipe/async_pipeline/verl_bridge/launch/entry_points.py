@@ -13,18 +13,18 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
-from ...config.keys.entry_points import ENTRY_POINTS, EntryPoint, entry_of_runner, rewritten
+from ...config.keys.entry_points import ENTRY_POINTS, EntryPoint, entry_of_runner
 from ...config.keys.misplaced import SWITCHES
 from ...config.paths import MODE, PATCH_FREE
 from ...console import EXIT_USERS, echo
 from ...errors import AsyncPipelineError, ConfigError
 from ...observe.table import MARK
 from .. import hooks
+from .run_config import apply_entry_point
 
 OWN_RUNNER = "TaskRunnerV1"
 """The task runner of main_ppo, whose configuration `hooks.prepare` has rewritten if verl has our patches."""
@@ -96,27 +96,6 @@ def _known(name: str) -> EntryPoint:
             f"{_MODULES}"
         )
     return entry
-
-
-def apply_entry_point(config: DictConfig, entry: EntryPoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Rewrite a configuration of an entry point into one of main_ppo.
-
-    Returns a line for each key, and one for each key that has a wrong value or no meaning here.
-    """
-    try:
-        raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
-    except OmegaConfBaseException:
-        return (), ()  # the checks name the value that cannot be resolved
-    found = rewritten(raw, entry)
-    with open_dict(config):
-        for path in found.removed:
-            parent, _, name = path.rpartition(".")
-            section = OmegaConf.select(config, parent) if parent else config
-            if section is not None:
-                section.pop(name, None)
-        for path, value in found.values.items():
-            OmegaConf.update(config, path, value, force_add=True)
-    return found.notes, found.problems
 
 
 def _main_ppos_runner(config: DictConfig) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ...config.checks.machine import require_machine
@@ -16,6 +16,7 @@ from ...config.derived.open_requests import OpenRequests
 from ...config.derived.published import arena_bytes
 from ...config.derived.runtime import RuntimeConfig
 from ...config.derived.sample_store import store_budget
+from ...config.keys.entry_points import EntryPoint, rewritten
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN, RUNTIME, nested, select
 from ...config.placement import Placement
@@ -135,6 +136,22 @@ def remove_keys(config: DictConfig, paths: Iterable[str]) -> None:
             del node[leaf]
             if parent and not node:
                 remove_keys(config, (parent,))
+
+
+def apply_entry_point(config: DictConfig, entry: EntryPoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Rewrite a configuration of an entry point into one of main_ppo.
+
+    Returns a line for each key, and one for each key that has a wrong value or no meaning here.
+    """
+    try:
+        raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    except OmegaConfBaseException:
+        return (), ()  # the checks name the value that cannot be resolved
+    found = rewritten(raw, entry)
+    with open_dict(config):
+        remove_keys(config, found.removed)
+        update(config, found.values)
+    return found.notes, found.problems
 
 
 class ReadOnce:
