@@ -163,7 +163,7 @@ def test_changed_defaults_of_verl_are_notes(capsys: pytest.CaptureFixture[str], 
         ),
         (
             ["trainer.v1.async_pipeline.custom_stages=[a:B@reward->train]"],
-            "custom_stages=[a:B@reward->train] cannot be parsed (token recognition error at: '>'); put values",
+            "custom_stages=[a:B@reward->train] cannot be parsed (token recognition error at: '>'); put",
         ),
         (["=3"], "Config group override must be a string or a list. Got int"),
         (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),
