@@ -234,6 +234,13 @@ def test_a_full_disk_ends_the_run_at_its_last_step_only(saving: Saving, moment: 
         assert {"samples/rank_0", "transcripts/rank_0"} <= {*saving.events}, "all have ended before"
 
 
+def test_the_last_step_names_the_full_disk_that_a_library_does_not(saving: Saving) -> None:
+    saving.fails["models"] = RuntimeError("Could not write the shard (os error 28)")
+    with pytest.raises(OSError, match="No space left on device for the checkpoint of step 4") as raised:
+        saving.run(4)
+    assert raised.value.errno == errno.ENOSPC and raised.value.__cause__ is saving.fails["models"]
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
 def test_a_disk_that_fails_for_a_moment_costs_one_checkpoint(saving: Saving, number: int) -> None:
     saving.fails["publish"] = RayTaskError("save", "traceback", OSError(number, "of a network"))

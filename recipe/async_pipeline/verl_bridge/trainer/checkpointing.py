@@ -142,6 +142,9 @@ class Checkpointing:
         except Exception as error:
             full = is_full(error, self._full)
             passes = full or getattr(cause_of(error), "errno", None) in MAY_PASS
+            if full and step == self._schedule.last_step:  # a library may not have said so
+                reason = f"{os.strerror(errno.ENOSPC)} for the checkpoint of step {step}"
+                raise OSError(errno.ENOSPC, reason) from error
             if not passes or step == self._schedule.last_step:
                 raise
             lacks = "has no checkpoint, because the disk is full"  # the soak waits for this line
