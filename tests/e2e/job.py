@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recipe.async_pipeline.config.derived.sample_store import store_budget
+from recipe.async_pipeline.config.knobs.schema import AsyncPipelineConfig
+from recipe.async_pipeline.config.paths import OWN, select
 from recipe.async_pipeline.core.graph import GRAPH, OPTIONAL
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.lab.event_audit import audit_events
@@ -141,6 +144,10 @@ def check_clean_end(
     assert summary["samples_trained"] == steps * groups * responses
     assert summary["tensors_proved"] > 0
     assert summary["publications"] == steps + 1
+    config = json.loads((job.run_dir / "config.json").read_text())
+    budget = store_budget(config, AsyncPipelineConfig.of(select(config, OWN)))
+    stored = [row["data"].get("async_pipeline/sample_store/rows", 0.0) for row in job.metrics()]
+    assert 0 < max(stored) <= budget.rows
     return summary
 
 

@@ -16,12 +16,21 @@ context_vars = SimpleNamespace(current_run=ContextVar("current_run", default=Non
 
 
 def init(**_: Any) -> None:
-    """Begin a run."""
+    """Begin a run. Raises ConnectionError if the control file requests it."""
+    _misbehave()
     context_vars.current_run.set("soak")
 
 
 def log(metrics: Any, step: int) -> None:
     """Take the metrics of a step. Raises ConnectionError if the control file requests it."""
+    _misbehave()
+
+
+def finish() -> None:
+    """End the run."""
+
+
+def _misbehave() -> None:
     control = Path(os.environ["ASYNC_PIPELINE_MOOD"])
     mood = _mood(control)
     if mood in (REFUSES, HANGS):
@@ -31,10 +40,6 @@ def log(metrics: Any, step: int) -> None:
     while mood == HANGS:
         time.sleep(0.05)
         mood = _mood(control)
-
-
-def finish() -> None:
-    """End the run."""
 
 
 def _mood(control: Path) -> str:
