@@ -142,6 +142,17 @@ def test_pools_that_fit_on_no_node_are_refused() -> None:
     assert len(placed(four(devices=[5, 5, 3, 3]), devices=16)) == 4
 
 
+def test_all_sizes_that_are_no_numbers_of_devices_are_named() -> None:
+    sizes = {"trainer": {"nnodes": 0, "n_gpus_per_node": 1}}
+    with pytest.raises(ConfigError) as raised:
+        placement_of(
+            {**sizes, "actor_rollout_ref": {"rollout": {"nnodes": 1, "n_gpus_per_node": 0}}}, None, ()
+        )
+    first, second = raised.value.problems
+    assert first.startswith("trainer.nnodes must be >= 1, got 0; training needs devices")
+    assert second.startswith("actor_rollout_ref.rollout.n_gpus_per_node must be >= 1, got 0")
+
+
 def test_a_replica_that_fits_on_no_node_is_refused() -> None:
     wishes = wishes_of(four(devices=[2, 2, 2, 2]))
     with pytest.raises(

@@ -77,6 +77,20 @@ def test_other_entry_points_have_their_command_lines_rewritten(
     assert sys.argv[-3:] == ["reward.num_workers=2" if rewritten else words[0], *words[1:]]
 
 
+def test_a_program_that_would_ignore_the_switch_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "verl.trainer.sft_trainer"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", program, "data.x=1", "+async_pipeline=True"])
+    monkeypatch.setattr(sys, "argv", ["-m", "data.x=1", "+async_pipeline=True"])
+    with pytest.raises(SystemExit) as raised:
+        hooks.rewrite_on_import()
+    assert raised.value.code == 2
+    assert f"not known to {program}, which would ignore it" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["-m", "data.x=async_pipeline", "trainer.y=1"])
+    hooks.rewrite_on_import()
+
+
 def test_a_spawned_process_keeps_the_command_line_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["recipe/dapo/main_dapo.py", "reward_model.num_workers=2", *"abcd", "+async_pipeline=True"]
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "spawn_main()", "--multiprocessing-fork"])

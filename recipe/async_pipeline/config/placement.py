@@ -109,7 +109,7 @@ def placement_of(
     `config` is verl's, `roles` holds the stages of `PLACED` that the run has, and `path` is the key that
     `pools` was set by.
     """
-    sizes = {}
+    sizes, problems = {}, list[str]()
     for size_path in (
         "trainer.nnodes",
         "trainer.n_gpus_per_node",
@@ -124,10 +124,13 @@ def placement_of(
             else "training needs devices"
         )
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{size_path} must be >= {least}, got {value!r}; {why}")
-        if value > MOST_DEVICES:
-            raise ConfigError(f"{size_path} must be at most {MOST_DEVICES}, got {value!r}; {why}")
-        sizes[size_path] = value
+            problems.append(f"{size_path} must be >= {least}, got {value!r}; {why}")
+        elif value > MOST_DEVICES:
+            problems.append(f"{size_path} must be at most {MOST_DEVICES}, got {value!r}; {why}")
+        else:
+            sizes[size_path] = value
+    if problems:
+        raise ConfigError(*problems)
 
     nodes, node, more, size = sizes.values()
     if pools is None:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..config.keys.entry_points import EntryPoint, entry_of_program
+from ..config.keys.entry_points import EntryPoint, entry_of_program, trains_without
 from ..config.keys.older_verl import asks_for_pipeline, modernised
 from ..config.keys.overrides import quote_names
 from ..config.keys.translation import is_enabled, require_no_stray_keys
@@ -70,11 +70,22 @@ def rewrite_command_line(
 
 
 def rewrite_on_import() -> None:
-    """Rewrite this process's command line if its program is an entry point of verl other than main_ppo."""
+    """Rewrite this process's command line if its program is an entry point of verl other than main_ppo.
+
+    Exits with status 2 and one line if it asks a program for the pipeline that would ignore it.
+    """
     at = len(sys.orig_argv) - len(sys.argv)
+    if at < 0:
+        return
     # A spawned process has the arguments of its parent, but another program.
-    if at >= 0 and (entry := entry_of_program(sys.orig_argv[at])) is not None:
+    program = sys.orig_argv[at]
+    if (entry := entry_of_program(program)) is not None:
         rewrite_command_line(sys.argv, entry)
+    elif trains_without(program) and asks_for_pipeline(sys.argv[1:]):
+        _refuse(
+            f"async_pipeline=True is not known to {program}, which would ignore it; start "
+            "verl.trainer.main_ppo, or leave it out"
+        )
 
 
 def prepare(config: DictConfig, problems: tuple[str, ...] = ()) -> None:

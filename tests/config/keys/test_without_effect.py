@@ -73,6 +73,12 @@ def test_a_key_that_only_begins_like_one_is_another() -> None:
         (["critic.enable", "trainer.nnodes"], {"critic.enable": False}, ""),
         (["critic.profiler.ranks"], {}, ""),
         (
+            ["actor_rollout_ref.model.lora_alpha"],
+            {"actor_rollout_ref.model.lora_rank": 0},
+            "actor_rollout_ref.model.lora_rank above 0",
+        ),
+        (["actor_rollout_ref.model.lora_alpha"], {"actor_rollout_ref.model.lora_rank": 8}, ""),
+        (
             ["algorithm.gamma"],
             {"algorithm.adv_estimator": "grpo"},
             "algorithm.adv_estimator=gae or algorithm.adv_estimator=reinforce_plus_plus",

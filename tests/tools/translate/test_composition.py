@@ -109,6 +109,10 @@ def test_a_file_of_a_group_has_its_keys_in_a_section(tmp_path: Path) -> None:
     file = written(folder, "agent:\n  steps: 2\nname: ${rllm.agent.steps}\n")
     assert composed(file, group="rllm").document == {"rllm": {"agent": {"steps": 2}, "name": 2}}
     assert list(composed(file).document) == ["agent", "name"]
+    whole = written(folder, "rllm:\n  agent: {steps: 2}\ndata: {seed: 1}\n")
+    assert [*composed(whole, group="rllm").document] == ["rllm", "data"], (
+        "a clone's folder has that name, too"
+    )
 
 
 def test_hydras_own_state_stays_as_it_was(tmp_path: Path) -> None:

@@ -50,11 +50,14 @@ def test_settings_of_episodes_need_an_agent() -> None:
 
 def test_keys_that_verl_lacks_are_added() -> None:
     found = translate(
-        {"algorithm": {"x": 1}, "data": {"y": 2}, "model_engine": "megatron"}, VERLS, also={"+z": 3}
+        {"algorithm": {"x": 1}, "data": {"y": 2, "fancy": 4}, "model_engine": "megatron"},
+        VERLS,
+        also={"+z": 3},
     )
     spelled = with_plus(found, [{"algorithm": {"x": None}}, {"algorithm": {"x": 1}, "data": {"y": 1}}])
-    assert spelled.overrides == {"+z": 3, "algorithm.x": 1, "++data.y": 2, "model_engine": "megatron"}
-    assert (
-        spelled.keys[1].outcome.overrides == {"++data.y": 2} and "no such key" in spelled.keys[1].outcome.text
-    )
+    added = {"++data.y": 2, "++data.fancy": 4}
+    assert spelled.overrides == {"+z": 3, "algorithm.x": 1, **added, "model_engine": "megatron"}
+    outcomes = [one.outcome for one in spelled.keys]
+    assert outcomes[1].overrides == {"++data.y": 2}
+    assert ["no such key" in one.text for one in outcomes] == [False, False, True, False], "one of them has y"
     assert with_plus(found, []).overrides == found.overrides

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from ...errors import ConfigError
 from ..paths import OWN, hint, nested, select
-from .refusals import Refusal, Settings, any_of, must_be_on, must_be_one_of, number_above, other_than, refuse
+from .refusals import (
+    Refusal,
+    Settings,
+    any_of,
+    check_all,
+    must_be_on,
+    must_be_one_of,
+    number_above,
+    other_than,
+    refuse,
+)
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
@@ -264,16 +275,21 @@ def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None
     mode = section.get("loss_mode")
     at = Settings(config)
     refuse(BEFORE_NAMES, at)
-    if known is not None and mode not in known:
-        usable = sorted({*known} - (set() if _bypassed(at) else {CORRECTING_LOSS}))
-        raise ConfigError(
-            f"{POLICY_LOSS}.loss_mode must be one of {', '.join(usable)}, got "
-            f"{mode!r}{hint(str(mode), usable)}; correct it"
-        )
 
-    refuse(LOSS_ROWS, at)
-    _require_known_keys(select(config, CORRECTION) or {})
-    refuse(CORRECTION_ROWS, at)
+    def check_mode() -> None:
+        if known is not None and mode not in known:
+            usable = sorted({*known} - (set() if _bypassed(at) else {CORRECTING_LOSS}))
+            raise ConfigError(
+                f"{POLICY_LOSS}.loss_mode must be one of {', '.join(usable)}, got "
+                f"{mode!r}{hint(str(mode), usable)}; correct it"
+            )
+
+    check_all(
+        check_mode,
+        partial(refuse, LOSS_ROWS, at),
+        partial(_require_known_keys, select(config, CORRECTION) or {}),
+        partial(refuse, CORRECTION_ROWS, at),
+    )
 
 
 def _require_known_keys(section: Mapping[str, Any]) -> None:

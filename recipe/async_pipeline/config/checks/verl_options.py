@@ -185,7 +185,9 @@ RULES: tuple[Refusal, ...] = (
     must_be_off("actor_rollout_ref.rollout.qat.enable", _NO_QAT),
     must_be_off("critic.fsdp.qat.enable", _NO_QAT),
     must_be_off("actor_rollout_ref.model.mtp.enable", _NO_DRAFTER),
-    must_be_off("actor_rollout_ref.rollout.mtp.enable", _NO_DRAFTER),
+    must_be_off("actor_rollout_ref.rollout.mtp.enable", _NO_DRAFTER)._replace(
+        when=lambda at: not at["actor_rollout_ref.model.mtp.enable"]  # to which it refers
+    ),
     must_be_off(
         "actor_rollout_ref.rollout.enable_rollout_routing_replay",
         "the routing of a response is not recorded for each of its tokens and versions yet",
@@ -255,15 +257,23 @@ def _weighs_tokens(at: Settings) -> Any:
 
 
 _TRUNCATED = "together with a lag or a correction: the log-probs of engine and trainer differ then"
-SAMPLING: tuple[Refusal, ...] = tuple(
+SAMPLING: tuple[Refusal, ...] = (
+    *(
+        Refusal(
+            f"actor_rollout_ref.rollout.{name}",
+            any_of(*allowed),
+            f"must be {allowed[0]} {_TRUNCATED}",
+            "leave it out, or use +async_strategy=on_policy without a correction (rollout_is=null)",
+            _weighs_tokens,
+        )
+        for name, *allowed in (("top_p", 1.0, None), ("top_k", -1, 0, None), ("min_p", 0.0, None))
+    ),
     Refusal(
-        f"actor_rollout_ref.rollout.{name}",
-        any_of(*allowed),
-        f"must be {allowed[0]} {_TRUNCATED}",
-        "leave it out, or use +async_strategy=on_policy without a correction (rollout_is=null)",
-        _weighs_tokens,
-    )
-    for name, *allowed in (("top_p", 1.0, None), ("top_k", -1, 0, None), ("min_p", 0.0, None))
+        "actor_rollout_ref.rollout.engine_kwargs.sglang.preferred_sampling_params",
+        off,
+        "must be null, since it changes what each request of training and validation asks for",
+        "set temperature, top_p, top_k or min_p of actor_rollout_ref.rollout",
+    ),
 )
 """Sampling that cuts off the distribution."""
 

@@ -26,6 +26,8 @@ ASYNC = "async_training"
 _COUNT = Takes(
     lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "a number >= 1", "correct it"
 )
+OTHER_PROGRAMS = ("sft_trainer", "sft_trainer_ray", "main_eval", "main_generation_server")
+"""Modules of `verl.trainer` that neither call main_ppo's functions nor know of a pipeline."""
 UNBOUNDED = "the lag bounds what is generated ahead"
 
 
@@ -154,8 +156,16 @@ def entry_of_runner(name: str) -> EntryPoint | None:
 
 def entry_of_program(program: str) -> EntryPoint | None:
     """Return the entry point that is the module, or the file, that Python runs, or None."""
-    name = program.removesuffix(".py").replace("/", ".")
-    return next((entry for entry in ENTRY_POINTS if f".{name}".endswith(f".{entry.module}")), None)
+    return next((entry for entry in ENTRY_POINTS if _is_module(program, entry.module)), None)
+
+
+def trains_without(program: str) -> bool:
+    """Return whether what Python runs is a program of verl that has no place for a pipeline."""
+    return any(_is_module(program, f"verl.trainer.{name}") for name in OTHER_PROGRAMS)
+
+
+def _is_module(program: str, module: str) -> bool:
+    return f".{program.removesuffix('.py').replace('/', '.')}".endswith(f".{module}")
 
 
 # Rules.

@@ -80,6 +80,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "actor_rollout_ref.rollout.engine_kwargs.trtllm": _ENGINE,
     "*.rollout.layered_summon": "weights are gathered tensor by tensor",
     "*.rollout.multi_stage_wake_up": "engines that have their own devices do not sleep",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "its temperature decides: 0 is greedy",
     "actor_rollout_ref.rollout.over_sample_rate": f"{OWN}.agentic.redundancy is the knob for it",
     "actor_rollout_ref.rollout.multi_turn.enable": "the column agent_name of the data, or "
     "actor_rollout_ref.rollout.agent.default_agent_loop, chooses the agent loop",
@@ -95,7 +96,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 _IN_REWARD, _IN_LOSS = "algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss"
 _CORRECTION = "algorithm.rollout_correction"
-_POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_POLICY_LOSS = f"{_ACTOR}.policy_loss"
 _ESTIMATOR = "algorithm.adv_estimator"
 _REWARD_MODEL = "reward.reward_model"
 
@@ -107,6 +109,8 @@ class Condition(NamedTuple):
     """As in `WITHOUT_EFFECT`."""
     needs: Mapping[str, tuple[object, ...]]
     """By other keys, the values with which these have an effect; any that is not false if there are none."""
+    in_words: str = ""
+    """What they have no effect without, if the values do not tell."""
 
 
 CONDITIONS = (
@@ -121,8 +125,15 @@ CONDITIONS = (
         (f"{_POLICY_LOSS}.kl_cov_ratio", f"{_POLICY_LOSS}.ppo_kl_coef"),
         {f"{_POLICY_LOSS}.loss_mode": ("kl_cov",)},
     ),
+    Condition((f"{_ACTOR}.loss_scale_factor",), {f"{_ACTOR}.loss_agg_mode": ("seq-mean-token-sum-norm",)}),
+    Condition((f"{_ACTOR}.tau_pos", f"{_ACTOR}.tau_neg"), {f"{_POLICY_LOSS}.loss_mode": ("sapo",)}),
+    Condition(
+        tuple(f"{_MODEL}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")),
+        {f"{_MODEL}.lora_rank": ()},
+        f"{_MODEL}.lora_rank above 0",
+    ),
     Condition(("algorithm.pf_ppo",), {"algorithm.use_pf_ppo": ()}),
-    Condition(("critic",), {"critic.enable": (), _ESTIMATOR: ("gae",)}),
+    Condition(("critic", "trainer.max_critic_ckpt_to_keep"), {"critic.enable": (), _ESTIMATOR: ("gae",)}),
     Condition((_REWARD_MODEL,), {f"{_REWARD_MODEL}.enable": ()}),
     *(
         Condition((f"{_CORRECTION}.{name}_*",), {f"{_CORRECTION}.{name}": ()})
@@ -155,13 +166,13 @@ def without_effect(raw: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]
 def unmet(paths: Iterable[str], value_at: Callable[[str], Any]) -> Iterator[str]:
     """Yield a line for each of `CONDITIONS` that is not met although its keys are among `paths`."""
     rest = [path for path in dict.fromkeys(paths) if why_without_effect(path) is None]
-    for names, needs in CONDITIONS:
+    for names, needs, in_words in CONDITIONS:
         if any(value_at(key) in wanted if wanted else value_at(key) for key, wanted in needs.items()):
             continue
         idle = [path for path in rest if path not in needs and any(is_below(path, name) for name in names)]
         if idle:
             pairs = [f"{key}={value}" for key, wanted in needs.items() for value in wanted or (True,)]
-            without = " or ".join(pairs)
+            without = in_words or " or ".join(pairs)
             yield f"{', '.join(idle)} {'have' if idle[1:] else 'has'} no effect without {without}"
         rest = [path for path in rest if path not in idle]
 

@@ -68,7 +68,7 @@ def composed(file: Path | None, overrides: Sequence[str] = (), group: str = "") 
             empty.touch()
             return composed(empty, overrides)
     own = _own_hydra_section(file)
-    in_group = bool(group) and file.resolve().parent.name == group
+    in_group = bool(group) and file.resolve().parent.name == group and group not in OmegaConf.load(file)
     root = file.resolve().parent.parent if in_group else file.resolve().parent
     name = f"{group}/{file.stem}" if in_group else file.stem
 

@@ -98,8 +98,9 @@ def with_plus(found: TranslatedFile, trees: Iterable[Mapping[str, Any]]) -> Tran
 
     def of_key(one: Became) -> Became:
         values = {spelled(path): value for path, value in one.outcome.overrides.items()}
-        added = any(path.startswith("++") for path in values)
-        text = one.outcome.text or (_ADDED if added else "")
+        names = [path.removeprefix("++") for path in values if path.startswith("++")]
+        nowhere = bool(names) and not any(has(tree, name) for name in names for tree in known)
+        text = one.outcome.text or (_ADDED if nowhere else "")
         return one._replace(outcome=one.outcome._replace(overrides=values, text=text))
 
     overrides = {spelled(path): value for path, value in found.overrides.items()}
