@@ -52,6 +52,7 @@ WRONG: tuple[tuple[str, Any, str], ...] = (
     ("trainer.test_freq", None, "must be a whole number, got None; -1 validates at the start only"),
     ("data.train_max_samples", None, "must be a whole number, got None; -1 takes all rows"),
     ("data.dataloader_num_workers", -1, "must be >= 0, got -1"),
+    ("data.seed", "abc", "must be a whole number, or null, got 'abc'; null leaves it to verl"),
     ("trainer.log_val_generations", -1, "must be >= 0, got -1; 0 logs none"),
     (f"{ROLLOUT}.temperature", -1, "must be a number > 0, since log-probs are divided by it, got -1"),
     (f"{ROLLOUT}.temperature", 0, "must be a number > 0"),

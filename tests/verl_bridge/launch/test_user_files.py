@@ -205,6 +205,7 @@ def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:
         ("def score(solution): return 1.0", "TypeError: missing a required argument: 'solution'"),
         ("raise ValueError('one\\ntwo')", "ValueError: one two"),
         ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import os; os._exit(0)", "it ends its process"),
         ("def score(**all): yield 1.0", "TypeError: score yields values; return the score"),
         ("async def score(**all): yield 1.0", "TypeError: score yields values; return the score"),
     ],

@@ -100,6 +100,7 @@ ROLL = "actor_rollout_ref.rollout.agent.activate_rudder"
 
 def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
     words = [f"+{ROLL}=True", "++data.rudder_angle=1", "+rudder.angle=2", "+actor.use_legacy=1"]
+    words += [f"+{ROLLOUT}.repetition_penalty=1.2"]  # a field of verl's class
     words += ["+trainer.ppo_mini_batch_size=2", "+data.batch_size=2"]  # read of another section
     words += ["+async_flow.staleness=2"]  # which `translate` knows
     # A function of verl, and what is read elsewhere, but not in a section of older keys.
@@ -112,6 +113,8 @@ def test_added_keys_that_no_code_reads_are_named(module: ModuleType) -> None:
         f"ignored: data.rudder_angle, {why}, unless yours does",
         f"ignored: rudder.angle, {why}, unless yours does",
         f"ignored: actor.use_legacy, {why}, unless yours does",
+        f"ignored: {ROLLOUT}.repetition_penalty, because requests are sampled without one, as log-probs are "
+        "computed",
         f"ignored: trainer.ppo_mini_batch_size, {why}, unless yours does",
         f"ignored: data.batch_size, {why}, unless yours does",
         f"ignored: async_flow.staleness, {why}, unless yours does",

@@ -42,6 +42,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "data.truncation": f"{OWN}.bad_data.long_prompt says what becomes of a prompt that is too long; keep "
     "truncates it on the left",
     "data.tokenizer": "actor_rollout_ref.model.tokenizer_path is read",
+    "data.trust_remote_code": _read("actor_rollout_ref.model.trust_remote_code"),
+    "data.use_shm": _read("actor_rollout_ref.model.use_shm"),
     "data.return_raw_input_ids": _DATA,
     "data.return_raw_chat": _DATA,
     "data.return_full_prompt": _DATA,
@@ -79,6 +81,11 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "actor_rollout_ref.rollout.agent.custom_async_server": "the servers of the pipeline generate",
     "actor_rollout_ref.rollout.engine_kwargs.trtllm": _ENGINE,
     "*.rollout.layered_summon": "weights are gathered tensor by tensor",
+    # Of verl's class, and not of its configuration.
+    "*.rollout.layer_name_map": _ENGINE,
+    "*.rollout.repetition_penalty": "requests are sampled without one, as log-probs are computed",
+    "*.rollout.sglang_engine_mode": "SGLang always serves requests",
+    "*.actor.use_rollout_log_probs": f"{OWN}.training.old_logp decides",
     "*.rollout.multi_stage_wake_up": "engines that have their own devices do not sleep",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "its temperature decides: 0 is greedy",
     "actor_rollout_ref.rollout.over_sample_rate": f"{OWN}.agentic.redundancy is the knob for it",

@@ -55,7 +55,7 @@ def require_inputs(
         ):
             if fault.absent and elsewhere is not None:
                 elsewhere.append(fault.absent)
-            else:
+            elif fault.problem:
                 problems.append(fault.problem)
     except UNREADABLE:
         if not problems:

@@ -45,6 +45,7 @@ OF_A_MODEL = ("reward_router_address", "reward_model_tokenizer")
 """Arguments of a call, and more of one with a reward model."""
 IMPORT_S = 60.0
 """Time for a reward function's file. A slower one is left to the workers."""
+SLOW = f"it was not loaded within {IMPORT_S:.0f} s"
 _LOAD = """
 import importlib
 import inspect
@@ -72,6 +73,8 @@ try:
         signature.bind(**dict.fromkeys(given))
 except BaseException as error:
     sys.exit(" ".join(f"{type(error).__name__}: {error}".split()) or 1)
+print()  # it may have ended none of its lines
+print("async_pipeline has loaded it")
 """
 """Loads as `FunctionLocation` does, and tries the arguments of a call if they are `given`. It does not import
 this package, which takes longer than most files.
@@ -118,7 +121,11 @@ def _faults_of_reward(config: Mapping[str, Any], *, images: bool) -> Iterator[In
         )
         remedy = "correct path and name" if missing or unnamed else "correct the function"
         problem = f"{REWARD}: {name} of {path} cannot be used ({last[:300]}); {remedy}"
-        yield InputFault(problem, f"{REWARD}.path={path}: {last} on this machine" if missing else "")
+        slow = last == SLOW  # it may load a model, and be quicker elsewhere
+        yield InputFault(
+            "" if slow else problem,
+            f"{REWARD}.path={path}: {last} on this machine" if missing or slow else "",
+        )
 
 
 def _arguments(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -139,9 +146,9 @@ def _failure(path: str, name: str, arguments: Iterable[str]) -> str:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=IMPORT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return ""
+        return SLOW
     if not done.returncode:
-        return ""
+        return "" if "async_pipeline has loaded it" in done.stdout.splitlines() else "it ends its process"
     return (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
 
 

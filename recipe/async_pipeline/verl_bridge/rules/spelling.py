@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...config.checks.refusals import check_all
 from ...config.checks.rollout_correction import POLICY_LOSS
 from ...config.keys.misplaced import ALIKE, reject_in_place
+from ...config.keys.without_effect import why_without_effect
 from ...config.paths import nearest, select, walk
 from ...errors import ConfigError
 from ...installed.verl import has
@@ -132,7 +133,10 @@ def without_unread(words: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
         there = _sections_at(section)
         has_class = section not in READ_BY_NAME and not _is_older(section)
         is_read_there = (section, name) in read and not _is_older(section)
-        if not name or (is_read_there and (section or not _inner(name))):
+        if name and (why := why_without_effect(_key(word))):
+            rest.append(word)
+            notes.append(f"ignored: {_key(word)}, because {why}")
+        elif not name or (is_read_there and (section or not _inner(name))):
             rest.append(word)
         elif (has_class or section in PLAIN) and any(near_key(name, _known(section, one)) for one in there):
             rest.append(word)  # `check_spelling` refuses it
