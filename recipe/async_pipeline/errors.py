@@ -121,7 +121,7 @@ class EnvironmentFailed(AsyncPipelineError, RuntimeError):
 
 
 class BadDataError(AsyncPipelineError, ValueError):
-    """Responses are unfit for training, and the configuration does not allow dropping them."""
+    """A row, or responses, are unfit for training, and the configuration does not allow dropping them."""
 
 
 class RewardError(AsyncPipelineError, RuntimeError):

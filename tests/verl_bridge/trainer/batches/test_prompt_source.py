@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ import pytest
 
 from recipe.async_pipeline.core.groups.fates import Settlement
 from recipe.async_pipeline.core.groups.items import Prompt
-from recipe.async_pipeline.errors import CheckpointError, ConfigError
+from recipe.async_pipeline.errors import BadDataError, CheckpointError, ConfigError
 from tests.conftest import Load
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
@@ -102,6 +102,26 @@ def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int,
         assert texts(resumed) == texts(undisturbed)
         assert [p.step for p in resumed] == [p.step for p in undisturbed]
         assert all(p.payload["uid"] == p.uid for p in resumed)
+
+
+class Broken(list[Any]):
+    """A data set of which one row cannot be read."""
+
+    def __getitem__(self, row: Any) -> Any:
+        return super().__getitem__(row)["prompt"]
+
+
+def test_the_row_that_cannot_be_a_prompt_is_named(load: Load) -> None:
+    module = load("recipe.async_pipeline.verl_bridge.trainer.batches.prompt_source")
+    data = Broken([{"prompt": 1}, {"prompt": 2}, {}])
+    source = module.PromptSource(lambda: data[2], SimpleNamespace(dataset=data))
+    with pytest.raises(
+        BadDataError, match=r"row 2 of data.train_files, .* cannot be .* \(KeyError: 'prompt'\)"
+    ):
+        source.draw()
+    source = module.PromptSource(lambda: data[2], SimpleNamespace(dataset=Broken([{"prompt": 1}])))
+    with pytest.raises(KeyError):
+        source.draw()
 
 
 def test_identities_are_computed_when_a_batch_is_drawn(

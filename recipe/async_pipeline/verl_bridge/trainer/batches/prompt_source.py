@@ -9,6 +9,7 @@ the same rows again from there; a fingerprint of each row detects changed data.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,10 @@ from tensordict import NonTensorStack
 
 from ....core.groups.fates import Settlement
 from ....core.groups.items import Prompt
-from ....errors import CheckpointError, ConfigError
+from ....errors import BadDataError, CheckpointError, ConfigError
+
+SEARCH_S = 20.0
+"""Time in which the row is found that ended a run."""
 
 
 def require_a_batch(prompts: int, data: Mapping[str, Any]) -> None:
@@ -58,6 +62,19 @@ class Drawn(NamedTuple):
     identities: Sequence[str]
     loader: Any
     """The dataloader's state after the batch."""
+
+
+def _unreadable(dataset: Sequence[Any]) -> int | None:
+    """Return the first row that the data set cannot give, if it is found in time. Blocks."""
+    end = time.monotonic() + SEARCH_S
+    for row in range(len(dataset)):
+        try:
+            dataset[row]
+        except Exception:  # noqa: BLE001 - a data set may raise anything
+            return row
+        if time.monotonic() > end:
+            break
+    return None
 
 
 class PromptSourceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,9 +114,21 @@ class PromptSource:
         return len(self._undealt) < prompts
 
     def draw(self) -> Drawn:
-        """Draw the next batch; blocks. Only the dataloader changes until the batch is added."""
+        """Draw the next batch; blocks. Only the dataloader changes until the batch is added.
+
+        Raises BadDataError for a row of which verl cannot make a prompt.
+        """
         number = self._drawn + 1
-        rows = [{**row, "global_steps": number} for row in rows_of(self._next_batch())]
+        try:
+            batch = self._next_batch()
+        except Exception as error:
+            if (row := _unreadable(self._loader.dataset)) is None:
+                raise
+            raise BadDataError(
+                f"row {row} of data.train_files, counted from 0 after verl's filter, cannot be made a prompt "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct it"
+            ) from error
+        rows = [{**row, "global_steps": number} for row in rows_of(batch)]
         # Here, in a thread: a row may hold pictures.
         identities = [identity(row) for row in rows]
         return Drawn(number, rows, [fingerprint(row) for row in rows], identities, self._loader.state_dict())
