@@ -65,6 +65,7 @@ WRONG: tuple[tuple[str, Any, str], ...] = (
     (f"{ACTOR}.optim.lr", float("nan"), "must be a number >= 0, got nan"),
 )
 ALLOWED: tuple[tuple[str, Any], ...] = (
+    ("data.seed", None),
     (ATTENTION, "kernels-community/flash-attn"),
     (ATTENTION, None),
     (f"{ACTOR}.kl_loss_type", "k3+"),

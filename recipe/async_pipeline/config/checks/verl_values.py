@@ -241,7 +241,7 @@ VALUES: tuple[Refusal, ...] = (
         when=_serves_fewer_tokens,
     ),
     Refusal("data.dataloader_num_workers", _given(whole_or_none), "must be >= 0", "0 reads in the trainer"),
-    Refusal("data.seed", _given(whole), "must be a whole number, or null", "null leaves it to verl"),
+    Refusal("data.seed", _or_absent(whole), "must be a whole number, or null", "null leaves it to verl"),
     Refusal("trainer.log_val_generations", _given(whole_or_none), "must be >= 0", "0 logs none"),
     *(
         Refusal(path, _given(number), "must be a number", _DEFAULT)

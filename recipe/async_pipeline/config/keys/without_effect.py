@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..paths import OWN, walk
@@ -81,11 +82,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "actor_rollout_ref.rollout.agent.custom_async_server": "the servers of the pipeline generate",
     "actor_rollout_ref.rollout.engine_kwargs.trtllm": _ENGINE,
     "*.rollout.layered_summon": "weights are gathered tensor by tensor",
-    # Of verl's class, and not of its configuration.
-    "*.rollout.layer_name_map": _ENGINE,
-    "*.rollout.repetition_penalty": "requests are sampled without one, as log-probs are computed",
-    "*.rollout.sglang_engine_mode": "SGLang always serves requests",
-    "*.actor.use_rollout_log_probs": f"{OWN}.training.old_logp decides",
     "*.rollout.multi_stage_wake_up": "engines that have their own devices do not sleep",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "its temperature decides: 0 is greedy",
     "actor_rollout_ref.rollout.over_sample_rate": f"{OWN}.agentic.redundancy is the knob for it",
@@ -100,6 +96,13 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "reward.reward_model.rollout.seed": _OWN_SAMPLING,
 }
 """By key or section, `*` for any part of a path: why it has no effect, and what has."""
+FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
+    "*.rollout.layer_name_map": _ENGINE,
+    "*.rollout.repetition_penalty": "requests are sampled without one, as log-probs are computed",
+    "*.rollout.sglang_engine_mode": "SGLang always serves requests",
+    "*.actor.use_rollout_log_probs": f"{OWN}.training.old_logp decides",
+}
+"""The same for fields of verl's classes that its configuration does not have."""
 
 _IN_REWARD, _IN_LOSS = "algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss"
 _CORRECTION = "algorithm.rollout_correction"
@@ -155,8 +158,9 @@ def is_below(path: str, name: str) -> bool:
 
 
 def why_without_effect(path: str) -> str | None:
-    """Return why a key has no effect, or None if the table does not have it."""
-    return next((why for name, why in WITHOUT_EFFECT.items() if is_below(path, name)), None)
+    """Return why a key has no effect, or None if no table has it."""
+    rows = chain(WITHOUT_EFFECT.items(), FIELDS_WITHOUT_EFFECT.items())
+    return next((why for name, why in rows if is_below(path, name)), None)
 
 
 def without_effect(raw: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]) -> Iterator[str]:
