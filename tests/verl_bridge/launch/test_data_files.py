@@ -116,6 +116,17 @@ def test_verls_reward_function_knows_the_data(
     assert problems(changes | {"reward.custom_reward_function.path": None}) == ((line,) if line else ())
 
 
+def test_all_data_sources_without_a_scorer_are_named(problems: Problems, tmp_path: Path) -> None:
+    rows = [ROW | {"data_source": name} for name in ("my/first", "my/second")]
+    write_rows(rows * 8, tmp_path / "train.parquet")
+    changes = {
+        "data.train_files": str(tmp_path / "train.parquet"),
+        "reward.custom_reward_function.path": None,
+    }
+    (problem, *_) = problems(changes)
+    assert "got 'my/first', 'my/second'; set reward.custom_reward_function.path" in problem
+
+
 @pytest.mark.parametrize("column", ["data_source", "reward_model"])
 def test_what_reward_managers_read_is_there(problems: Problems, tmp_path: Path, column: str) -> None:
     write_rows(

@@ -146,6 +146,10 @@ def test_a_data_set_is_in_its_file(write: Write) -> None:
     assert problems({**given, "data.custom_cls.name": "MyRows"}) == []
     (problem,) = problems({**given, "data.custom_cls.name": "MyRow"})
     assert problem.startswith("data.custom_cls.name must be a class in ")
+    (problem,) = problems(
+        {"data.custom_cls.path": write("rows.py", "class MyRows"), "data.custom_cls.name": "MyRows"}
+    )
+    assert problem.startswith("data.custom_cls.path must name a Python file, got ")
 
 
 def test_a_callback_and_a_router_are_classes(write: Write) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 
+from recipe.async_pipeline.processes import WATCH_PID
 from recipe.async_pipeline.verl_bridge.process import interrupts
 from tests import HANG_S
 from tests.fakes.ray_nodes import start_ray
@@ -135,6 +136,28 @@ def test_the_driver_tells_a_cause_that_the_run_has_not_told(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["error"].startswith(cause)
     assert how == "fail" or "its process was killed (`dmesg`" in summary["error"]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_cause_is_the_last_line_of_a_command_without_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], watched: bool
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(
+        interrupts.atexit,
+        "register",
+        lambda call, *args, **options: at_exit.append(partial(call, *args, **options)),
+    )
+    monkeypatch.delenv(WATCH_PID, raising=False)
+    if watched:
+        monkeypatch.setenv(WATCH_PID, str(os.getpid()))
+    running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(tmp_path / "log", "fail")
+    interrupts.wait_for(running, tmp_path)
+    capsys.readouterr()
+    for call in at_exit:
+        call()
+    last = capsys.readouterr().err
+    assert not last if watched else "cause: RuntimeError: the real error" in last
 
 
 @pytest.mark.parametrize("begun", [False, True])

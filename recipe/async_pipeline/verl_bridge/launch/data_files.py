@@ -133,8 +133,8 @@ def _faults_of_rows(key: str, config: Mapping[str, Any], found: Sequence[_Conten
             return
         if scores and (unknown := [one for one in contents.sources if not verl_knows(one)]):
             yield InputFault(
-                f"{key} must have data sources that verl's reward function knows, got {unknown[0]!r}; "
-                f"{SCORER}"
+                f"{key} must have data sources that verl's reward function knows, got "
+                f"{', '.join(map(repr, unknown))}; {SCORER}"
             )
             return
 

@@ -183,10 +183,8 @@ def _faults_of_functions(config: Mapping[str, Any]) -> Iterator[InputFault]:
     if not isinstance(file, Path):
         yield from [file] if isinstance(file, InputFault) else []
         return
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
-        yield InputFault(f"{FUNCTIONS} must name a Python file, got {str(file)!r} ({error}); correct it")
+    if isinstance(tree := _parsed(file, FUNCTIONS), InputFault):
+        yield tree
         return
     there = {path.stem for path in file.parent.iterdir()}
     for name in dict.fromkeys(_imported(tree)):
@@ -267,6 +265,8 @@ def _faults_of_data_set(config: Mapping[str, Any]) -> Iterator[InputFault]:
     file = None if path.startswith(PACKAGE) else _resolved(config, f"{DATA_SET}.path")
     if isinstance(file, InputFault):
         yield file
+    elif file is not None and isinstance(tree := _parsed(file, f"{DATA_SET}.path"), InputFault):
+        yield tree
     elif file is not None and not _has_word(file, str(name)):
         yield InputFault(f"{DATA_SET}.name must be a class in {str(file)!r}, got {name!r}; correct it")
 
@@ -330,6 +330,14 @@ def _resolved(config: Mapping[str, Any], key: str) -> Path | InputFault | None:
         f"{key} must name an existing file, got {name!r}{home}",
         f"{key}={name}, which is not on this machine",
     )
+
+
+def _parsed(file: Path, key: str) -> ast.Module | InputFault:
+    """Return the syntax tree of a file, or the fault of a key that names it."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        return InputFault(f"{key} must name a Python file, got {str(file)!r} ({error}); correct it")
 
 
 def _has_word(file: Path, word: str) -> bool:

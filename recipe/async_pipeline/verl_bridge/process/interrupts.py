@@ -14,8 +14,10 @@ notice is a key in Ray's key-value store, because the flag has no value.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +26,10 @@ from typing import Any, TypeVar
 import ray
 from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 
+from ...console import echo
 from ...observe.causes import causes, one_line
 from ...observe.run_directory.summary import write_in_its_place, written_ns
+from ...observe.table import MARK
 from ...processes import WATCH_PID, end_signals, end_with_ancestor
 
 T = TypeVar("T")
@@ -41,7 +45,7 @@ def wait_for(running: Any, run_dir: Path, notice_s: float = 0.0) -> None:
     """Wait for a run, given as its ObjectRef, to end, successfully or not.
 
     Prints the cause and writes the summary if the run's own process could not, because it was killed, or
-    failed outside of our code.
+    failed outside of our code. Without `watch`, the cause of any failure is also this process's last line.
 
     Raises KeyboardInterrupt on Ctrl-C, or SystemExit on SIGTERM and SIGHUP, after cancelling the run and
     waiting at most END_S for its end, after SIGTERM `notice_s` longer; BEGIN_S if it still starts up.
@@ -64,7 +68,10 @@ def wait_for(running: Any, run_dir: Path, notice_s: float = 0.0) -> None:
         with causes():
             ray.get(running)
     except Exception as error:  # noqa: BLE001  left to the caller
-        write_in_its_place(run_dir, before, "failed", one_line(error))
+        cause = one_line(error)
+        write_in_its_place(run_dir, before, "failed", cause)
+        if WATCH_PID not in os.environ:  # whose last line it is; otherwise hydra has the last word
+            atexit.register(echo, f"{MARK} cause: {cause}", file=sys.stderr)
 
 
 @contextmanager

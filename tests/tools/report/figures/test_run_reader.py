@@ -102,6 +102,9 @@ def test_a_path_without_a_run_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunFilesError, match="has neither events nor metrics of a run") as caught:
         read_run(tmp_path)
     assert "\n" not in str(caught.value)
+    (tmp_path / "summary.json").write_text('{"status": "failed", "error": "ValueError: mine"}')
+    with pytest.raises(RunFilesError, match=r"it ended \(failed\) before it began: ValueError: mine$"):
+        read_run(tmp_path)
 
 
 def test_a_resumed_run_names_the_processes_without_events(folder: Path) -> None:

@@ -67,17 +67,20 @@ def read_run(path: Path) -> RunFiles:
             "the run was resumed: the report shows the metrics of all processes, but only the events of the "
             f"last one that trained, {file.name}, and not {', '.join(others)}"
         )
+    ended = "the run is still running, or was killed before its end"
+    summary = _mapping(path / "summary.json", missing, ended)
     if not events and not steps:
-        raise RunFilesError(f"{path} has neither events nor metrics of a run: {'; '.join(missing)}")
+        why = "; ".join(missing)
+        if cause := summary.get("error"):
+            why = f"it ended ({summary['status']}) before it began: {cause}"
+        raise RunFilesError(f"{path} has neither events nor metrics of a run: {why}")
 
     return RunFiles(
         path=path,
         events=events,
         steps=steps,
         validations=validations,
-        summary=_mapping(
-            path / "summary.json", missing, "the run is still running, or was killed before its end"
-        ),
+        summary=summary,
         config=config,
         engine=_engine(path / "run.log"),
         pictures=read_pictures(path, missing),
