@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import signal
@@ -143,11 +144,7 @@ def test_the_cause_is_the_last_line_of_a_command_without_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], watched: bool
 ) -> None:
     at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr(
-        interrupts.atexit,
-        "register",
-        lambda call, *args, **options: at_exit.append(partial(call, *args, **options)),
-    )
+    monkeypatch.setattr(atexit, "register", at_exit.append)
     monkeypatch.delenv(WATCH_PID, raising=False)
     if watched:
         monkeypatch.setenv(WATCH_PID, str(os.getpid()))

@@ -71,7 +71,7 @@ def wait_for(running: Any, run_dir: Path, notice_s: float = 0.0) -> None:
         cause = one_line(error)
         write_in_its_place(run_dir, before, "failed", cause)
         if WATCH_PID not in os.environ:  # whose last line it is; otherwise hydra has the last word
-            atexit.register(echo, f"{MARK} cause: {cause}", file=sys.stderr)
+            atexit.register(lambda: echo(f"{MARK} cause: {cause}", file=sys.stderr))
 
 
 @contextmanager
