@@ -29,6 +29,12 @@ def test_a_misspelled_name_resembles_each_word_of_the_known_one(name: str, near:
     assert nearest(name, KNOWN) == near
 
 
+def test_a_name_that_lacks_a_word_is_meant_for_the_only_one_that_has_its_words() -> None:
+    steps = ("total_training_steps", "total_epochs")
+    assert nearest("total_steps", steps) == "total_training_steps"
+    assert nearest("batch_size", ("val_batch_size", "train_batch_size")) is None
+
+
 def test_a_short_name_is_meant_for_one_with_its_first_letter() -> None:
     assert nearest("foo", ("opo", "gae")) is None
     assert nearest("rlo", ("opo", "rloo")) == "rloo"

@@ -56,9 +56,13 @@ def nearest(name: str, known: Iterable[object], cutoff: float = 0.6) -> str | No
     """Return the known name that a name resembles most, by at least `cutoff`, or None.
 
     Names that differ in upper and lower case only are equal. Names with another word are not misspelled:
-    `max_obs_length` is not `max_prompt_length`.
+    `max_obs_length` is not `max_prompt_length`. A name that has all words of just one known name but some is
+    meant for it.
     """
     wanted, by_lower = str(name).lower(), {str(one).lower(): str(one) for one in known}
+    words = set(wanted.split("_"))
+    if words_left_out := [one for one in by_lower if len(words) > 1 and words < set(one.split("_"))]:
+        return by_lower[words_left_out[0]] if len(words_left_out) == 1 else None
     close = difflib.get_close_matches(wanted, sorted(by_lower), n=3, cutoff=cutoff)
     near = (one for one in close if len(wanted) > _SHORT or one[:1] == wanted[:1])
     return next((by_lower[one] for one in near if _has_words_of(wanted, one)), None)

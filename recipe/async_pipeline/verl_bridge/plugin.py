@@ -28,6 +28,7 @@ def load() -> None:
     from .process.after_import import after_import
 
     register()
+    set_loaded()
     if any("async_pipeline" in word for word in sys.argv):
         from .hooks import rewrite_on_import
 
@@ -46,7 +47,6 @@ def load() -> None:
         postpone()
         # For Ascend devices. It imports vLLM, and so the compilers of torch, in every process of verl.
         sys.modules.setdefault("verl.checkpoint_engine.hccl_checkpoint_engine", cast(ModuleType, None))
-    set_loaded()
 
 
 def register_trainer(trainer_base: ModuleType) -> None:

@@ -59,6 +59,9 @@ def at(path: str, value: Any) -> dict[str, Any]:
         ),
         ("rollout.n", 4, {}),
         ("async_training.use_trainer_do_validate", True, {}),
+        ("async_training.use_rollout_log_probs", False, {f"{OWN}.training.old_logp": "trainer"}),
+        ("async_training.use_rollout_log_probs", True, {}),
+        ("async_training.compute_prox_log_prob", True, {f"{OWN}.training.old_logp": "trainer"}),
     ],
 )
 def test_keys_of_fully_async(path: str, value: Any, values: dict[str, Any]) -> None:

@@ -125,6 +125,21 @@ def test_the_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_key_whose_condition_is_not_met_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     library = "actor_rollout_ref.model.external_lib=json"  # its estimators may read the key
     note = "algorithm.gamma has no effect without algorithm.adv_estimator=gae or "
+    clip, micro, threshold = (
+        "actor_rollout_ref.actor.clip_ratio",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "algorithm.rollout_correction.rollout_is_threshold",
+    )
+    for more, noted in (
+        ([f"{clip}=0.3"], f"{clip} has no effect without {clip}_low=null or clip_ratio_high=null"),
+        ([f"{micro}=1", "actor_rollout_ref.actor.use_dynamic_bsz=True"], f"{micro} has no effect without "),
+        (
+            [f"{threshold}=3", "algorithm.rollout_correction.rollout_is=null"],
+            f"{threshold} has no effect without algorithm.rollout_correction.rollout_is",
+        ),
+    ):
+        assert main([*SMOKE, "--json", *more]) == 0
+        assert any(one.startswith(noted) for one in json.loads(capsys.readouterr().out)["notes"]), more
     for more, noted in (([], True), (["algorithm.adv_estimator=gae"], False), ([library], False)):
         assert main([*SMOKE, "--json", "algorithm.gamma=0.9", *more]) == 0
         assert any(one.startswith(note) for one in json.loads(capsys.readouterr().out)["notes"]) == noted

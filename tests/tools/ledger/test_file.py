@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.fakes.ledgers import whole
 
@@ -17,6 +20,12 @@ def test_invalid_lines_are_violations_instead_of_errors(tmp_path: Path) -> None:
     assert "line 8 is incomplete" in audit_file(file).violations
     file.write_bytes(b"\xff\xfe" * 2000)
     assert audit_file(file).violations == ["the ledger has no whole record"]
+
+
+def test_a_run_that_never_began_says_why(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"status": "failed", "error": "ValueError: mine"}')
+    with pytest.raises(ConfigError, match=r"it ended \(failed\) before it began: ValueError: mine$"):
+        audit_file(tmp_path)
 
 
 def test_an_incomplete_line_between_others_is_a_violation(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ def test_steps_settings_and_tokens_are_read(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no events.jsonl; give the directory of a run"):
         read_run(tmp_path)
+    (tmp_path / "summary.json").write_text('{"status": "failed", "error": "ValueError: mine"}')
+    with pytest.raises(
+        ConfigError, match=r"no events.jsonl; it ended \(failed\) before it began: ValueError"
+    ):
+        read_run(tmp_path)
     (tmp_path / "events.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"has no settings.json"):
         read_run(tmp_path)

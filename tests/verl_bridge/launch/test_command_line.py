@@ -120,6 +120,20 @@ def test_a_key_of_another_engine_names_that(module: ModuleType) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("rollout.n=3", "did you mean 'actor_rollout_ref.rollout.n'?"),
+        ("actor.strategy=fsdp2", "did you mean 'actor_rollout_ref.actor.strategy'?"),
+        ("trainer.nnode=2", "leave it out: 'nnodes' is set, too"),
+    ],
+)
+def test_what_an_unknown_key_is_meant_for_is_named(module: ModuleType, word: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        module.check_command_line(["+async_pipeline=True", word, "trainer.nnodes=1"])
+    assert raised.value.problems[0] == f"{word.partition('=')[0]} is not a key of this config; {meant}"
+
+
 def test_an_override_that_cannot_be_parsed_is_one_line(module: ModuleType) -> None:
     """hydra itself prints a traceback if HYDRA_FULL_ERROR is set."""
     for override in ("trainer.logger=[a,b", "data.train_batch_size=["):

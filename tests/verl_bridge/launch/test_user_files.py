@@ -249,6 +249,17 @@ def judged(
         assert len(problems({**file, f"{REWARD}.name": name})) == bool(changes)
 
 
+def test_a_reward_file_may_start_threads_and_processes(write: Write) -> None:
+    text = """
+import subprocess, sys, threading
+threading.Thread(target=threading.Event().wait).start()
+subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+def score(**all): return 1.0
+"""
+    changes = {f"{REWARD}.name": "score", f"{REWARD}.path": write("score.py", text)}
+    assert [*faults_of_user_files(nested({**GIVEN, **changes}))] == []
+
+
 def test_a_folder_is_no_reward_function_on_any_machine(tmp_path: Path) -> None:
     (fault,) = faults_of_user_files(nested({**GIVEN, f"{REWARD}.path": str(tmp_path)}))
     assert fault.problem.startswith(f"{REWARD}.path must be an existing Python file") and not fault.absent

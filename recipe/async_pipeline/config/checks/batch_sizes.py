@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from ..paths import select
 from ..placement import Placement, Pool
 from .divisibility import check_divides, divisor_below
-from .refusals import check_all
+from .refusals import check_all, positive
 from .training_engine import OTHERS
 
 ACTOR, REF, ROLLOUT, CRITIC = (
@@ -102,6 +102,25 @@ def fit_batch_sizes(config: Mapping[str, Any], placement: Placement) -> dict[str
         *(partial(fit, role) for role in dict.fromkeys(("train", "logp", *ranks))),
     )
     return fitted
+
+
+def check_sizes_alone(config: Mapping[str, Any]) -> None:
+    """Check the sizes that are wrong on any devices, where wrong devices hid the rest.
+
+    Raises ConfigError.
+    """
+    batch, path = select(config, BATCH), f"{ACTOR}.ppo_mini_batch_size"
+
+    def check_mini_batch() -> None:
+        size = select(config, path)
+        if positive(size) and positive(batch) and size > batch:
+            raise ConfigError(
+                f"{path} must be at most {BATCH}={batch}, got {size}; lower it, or use larger batches"
+            )
+
+    check_all(
+        check_mini_batch, *(partial(_fit_micro_batch, config, role, None) for role in ("train", "logp"))
+    )
 
 
 def _engines(config: Mapping[str, Any], placement: Placement) -> Iterator[tuple[str, tuple[Ranks, str, str]]]:
@@ -216,14 +235,15 @@ def _faults_of_mesh(config: Mapping[str, Any], ranks: Ranks, fsdp: str, model: s
 def _check_mini_batches(config: Mapping[str, Any], ranks: Mapping[str, Ranks]) -> None:
     """Raises ConfigError if a mini-batch is larger than the batch, or does not divide over its ranks."""
     batch, n = int(select(config, BATCH)), int(select(config, f"{ROLLOUT}.n"))
-    if min(batch, n) < 1:
-        return  # `verl_values` refuses them
+    if n < 1:
+        return  # `verl_options` refuses it, and a batch below 1
 
     def check(section: str, name: str, of: Ranks) -> None:
         path = f"{section}.ppo_mini_batch_size"
         size = int(select(config, path))
-        fits = _fitting(config, section, of.number, n, min(size, batch), batch)
-        if size > batch:
+        most = batch if batch > 0 else size
+        fits = _fitting(config, section, of.number, n, min(size, most), most)
+        if size > most:
             less = f"set it to {fits}, or " if fits else ""
             raise ConfigError(f"{path} must be at most {BATCH}={batch}, got {size}; {less}use larger batches")
         what = f"a mini-batch ({name}.ppo_mini_batch_size x rollout.n)"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..derived.adapters import MODEL, adapter_rank, publishes_adapters
-from ..keys.older_verl import IS_LEVEL, IS_MODE, IS_VETO, UNREAD
+from ..keys.older_verl import IS_LEVEL, IS_MODE, IS_VETO, OF_ALL_DEVICES, UNREAD
 from ..paths import MODE, OWN, PATCH_FREE
 from .refusals import (
     Refusal,
@@ -48,6 +48,10 @@ _LAG = f"set {OWN}.staleness.max_lag"
 _CORRECTION = "algorithm.rollout_correction"
 RULES: tuple[Refusal, ...] = (
     *UNREAD,
+    *(
+        must_be(path, None, remedy=f"leave it out, and set {path}_per_gpu, for one device")
+        for path in OF_ALL_DEVICES
+    ),
     must_be(
         IS_LEVEL,
         None,

@@ -146,7 +146,8 @@ def entry_of_command(config_name: str, overrides: Iterable[str]) -> EntryPoint |
             return entry
     if any(key.startswith(f"{ASYNC}.") or key == "rollout.total_rollout_steps" for key in keys):
         return FULLY_ASYNC
-    return ONE_STEP_OFF if any(key.startswith("rollout.") for key in keys) else None
+    of_one = {key.path for key in ONE_STEP_OFF.keys} - {"rollout.n"}  # which may lack its first section
+    return None if of_one.isdisjoint(keys) else ONE_STEP_OFF
 
 
 def entry_of_runner(name: str) -> EntryPoint | None:
@@ -242,6 +243,19 @@ _GENERATED_AT_ONCE = EntryPointKey(
     stays=True,
 )
 
+
+def _old_log_probs(*, by_trainer: bool) -> Rule:
+    """Let the trainer compute old log-probs if the value of a switch is `by_trainer`."""
+
+    def rule(value: Any, document: Document) -> Outcome:
+        path = f"{OWN}.training.old_logp"
+        if value is by_trainer:
+            return Outcome("set", {path: "trainer"}, f"{path}=trainer")
+        return Outcome("nothing to do", text=f"ignored: {path} decides, which may be the engines' log-probs")
+
+    return rule
+
+
 FULLY_ASYNC = EntryPoint(
     "verl.experimental.fully_async_policy.fully_async_main",
     "FullyAsyncTaskRunner",
@@ -287,12 +301,8 @@ FULLY_ASYNC = EntryPoint(
         EntryPointKey(
             "async_training.checkpoint_engine", nothing("ignored: this package transfers the weights")
         ),
-        EntryPointKey(
-            "async_training.use_rollout_log_probs", nothing("ignored: see training.old_logp in docs/pools.md")
-        ),
-        EntryPointKey(
-            "async_training.compute_prox_log_prob", nothing("ignored: see training.old_logp in docs/pools.md")
-        ),
+        EntryPointKey("async_training.use_rollout_log_probs", _old_log_probs(by_trainer=False)),
+        EntryPointKey("async_training.compute_prox_log_prob", _old_log_probs(by_trainer=True)),
     ),
     {"async_strategy": "fully_async"},
     {f"{ASYNC}.staleness_threshold": 0.1, f"{ASYNC}.trigger_parameter_sync_step": 4},

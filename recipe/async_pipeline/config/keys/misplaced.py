@@ -159,6 +159,7 @@ def unknown_key(
     path: str,
     near: str | None = None,
     *,
+    given: bool = False,
     read: bool = True,
     fixed: bool = False,
     engine: str = "",
@@ -166,12 +167,14 @@ def unknown_key(
     """Return the one-line message for a path that hydra does not find in the config.
 
     `near`: the key of verl's of which it is a misspelling; with a `+`, it would be refused as well.
+    `given`: whether that key is set, too.
     `read`: whether code of verl may read it, as it does some keys that its configuration does not have.
     `fixed`: whether the section has a class, which takes no further keys.
     `engine`: the value of `model_engine` with which alone a config has the key.
     """
     if near is not None:
-        return f"{path} is not a key of this config; did you mean {near!r}?"
+        meant = f"leave it out: {near!r} is set, too" if given else f"did you mean {near!r}?"
+        return f"{path} is not a key of this config; {meant}"
     if is_own(path):  # another first word: problems of its value have another line
         return f"+{path} must be written with its +, since this config has no such key; write +{path}=..."
     if not path.startswith(f"{OWN}."):

@@ -21,6 +21,13 @@ from .overrides import Modernised
 WHOLE = ("model", "optimizer", "extra")
 """What a checkpoint of verl must hold for an exact resume."""
 
+OF_ALL_DEVICES = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size",
+    "critic.ppo_micro_batch_size",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size",
+)
+"""Deprecated micro-batches."""
 PRECISIONS = {"float16": "fp16", "float32": "fp32"}
 """Values of FSDP's `dtype` other than the default, as `mixed_precision` has them."""
 VERLS_ENGINES = ("nccl", "hccl", "nixl", "mooncake", "kimi_ckpt_engine")
@@ -87,6 +94,7 @@ _BUCKET = Moved(f"++{OWN}.weight_sync.gather_bucket_size_mb")
 _ASYNCHRONOUS = (f"{MODE}=separate_async", f"{MODE}=colocate_async")
 _DEPTH = f"{_ROLLOUT}.engine_kwargs.ENGINE".count(".")
 _INTERACTION = f"{_ROLLOUT}.multi_turn.interaction_config_path"
+_MANAGER = f"{_ROLLOUT}.agent.agent_loop_manager_class"
 _MESH = ("tensor", "pipeline", "expert")
 _SAMPLER, _SEPARATE = "trainer.v1.sampler", "trainer.v1.separate_async"
 
@@ -171,8 +179,9 @@ MOVED: Mapping[str, Moved] = {
     f"{_ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache": Moved(
         f"++{_ROLLOUT}.engine_kwargs.vllm.mm_processor_cache_gb", convert={"true": "0", "True": "0"}.get
     ),
-    # verl's configuration lacks this one, and `verl_options.RULES` has the remedy.
+    # verl's configuration lacks these, and `verl_options.RULES` has the remedies.
     _INTERACTION: Moved(f"++{_INTERACTION}"),
+    _MANAGER: Moved(f"++{_MANAGER}"),
     # Keys of scripts for fully_async_main that its configuration lacks; `entry_points` has what each becomes.
     **{
         key: Moved(f"++{key}")
@@ -193,6 +202,8 @@ MOVED: Mapping[str, Moved] = {
     f"{_SEPARATE}.hybrid_rollout": _gone("the replicas keep their devices"),
 }
 
+KEPT = frozenset(path for path, moved in MOVED.items() if moved.now == f"++{path}")
+"""Keys that verl no longer has, which remain for a check that has the remedy."""
 UNREAD: tuple[Refusal, ...] = tuple(
     Refusal(
         path,
@@ -245,7 +256,7 @@ def modernised(overrides: Iterable[str], has: Callable[[str], bool] = lambda pat
             )
         elif becomes is not None:
             why = f": {moved.why}" if moved.why else ""
-            if why or (present, becomes) != (key, value):
+            if (present, becomes) != (key, value):
                 notes.append(f"{key}={value} -> {present}={becomes}{why}")
             rest.append(f"{now}={becomes}")
         found += rest
@@ -423,14 +434,11 @@ def _micro_batches(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     if not all(isinstance(part, int) and part > 0 for part in world):
         return {}
     devices, found = world[0] * world[1], {}
-    for path in (
-        f"{_ACTOR}.ppo_micro_batch_size",
-        "critic.ppo_micro_batch_size",
-        f"{_ROLLOUT}.log_prob_micro_batch_size",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size",
-    ):
+    for path in OF_ALL_DEVICES:
         whole, each = select(raw, path), f"{path}_per_gpu"
-        if isinstance(whole, int) and select(raw, each) is None and whole % devices == 0:
+        # The one of the critic is the whole number by default.
+        is_open = select(raw, each) is None or "${" in str(select(raw, each))
+        if isinstance(whole, int) and is_open and whole % devices == 0:
             found[each] = whole // devices, f"{path}={whole} over {devices} training devices"
             found[path] = None, f"{each} is in its place"
     return found

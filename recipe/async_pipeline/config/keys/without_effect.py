@@ -83,6 +83,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "actor_rollout_ref.rollout.engine_kwargs.trtllm": _ENGINE,
     "*.rollout.layered_summon": "weights are gathered tensor by tensor",
     "*.rollout.multi_stage_wake_up": "engines that have their own devices do not sleep",
+    "*.optim.total_training_steps": "the trainer sets it to the steps of the run",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "its temperature decides: 0 is greedy",
     "actor_rollout_ref.rollout.over_sample_rate": f"{OWN}.agentic.redundancy is the knob for it",
     "actor_rollout_ref.rollout.multi_turn.enable": "the column agent_name of the data, or "
@@ -146,8 +147,47 @@ CONDITIONS = (
     Condition(("critic", "trainer.max_critic_ckpt_to_keep"), {"critic.enable": (), _ESTIMATOR: ("gae",)}),
     Condition((_REWARD_MODEL,), {f"{_REWARD_MODEL}.enable": ()}),
     *(
-        Condition((f"{_CORRECTION}.{name}_*",), {f"{_CORRECTION}.{name}": ()})
+        Condition((f"{_CORRECTION}.{name}_*",), {f"{_CORRECTION}.{name}": ()}, f"{_CORRECTION}.{name}")
         for name in ("rollout_is", "rollout_rs")
+    ),
+    Condition(
+        (f"{_ACTOR}.clip_ratio",),
+        {
+            f"{_ACTOR}.clip_ratio_low": (None,),
+            f"{_ACTOR}.clip_ratio_high": (None,),
+            f"{_POLICY_LOSS}.loss_mode": ("dppo_tv", "dppo_kl"),
+        },
+        f"{_ACTOR}.clip_ratio_low=null or clip_ratio_high=null, which count and are 0.2 by default",
+    ),
+    *(
+        Condition(
+            (f"{section}.{name}_{size}",), {f"{section}.{switch}": wanted}, f"{section}.{switch}={value}"
+        )
+        for section, name, switch in (
+            (_ACTOR, "ppo", "use_dynamic_bsz"),
+            ("actor_rollout_ref.rollout", "log_prob", "log_prob_use_dynamic_bsz"),
+            ("actor_rollout_ref.ref", "log_prob", "log_prob_use_dynamic_bsz"),
+        )
+        for size, wanted, value in (
+            ("max_token_len_per_gpu", (), True),
+            ("micro_batch_size_per_gpu", (False, None), False),
+        )
+    ),
+    Condition(
+        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        {"algorithm.kl_ctrl.type": ("adaptive",)},
+    ),
+    Condition(
+        ("actor_rollout_ref.rollout.free_cache_engine",), {}, "a trainer on the devices of the engines"
+    ),
+    Condition(("data.filter_overlong_prompts_workers",), {"data.filter_overlong_prompts": ()}),
+    *(
+        Condition(
+            (f"{model}.optim.num_cycles", f"{model}.optim.min_lr_ratio"),
+            {f"{model}.optim.lr_scheduler_type": ("cosine", None)},
+            f"{model}.optim.lr_scheduler_type=cosine",
+        )
+        for model in (_ACTOR, "critic")
     ),
 )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,12 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict):
                 yield row
+
+
+def why_it_never_began(run_dir: Path) -> str:
+    """Return what a run that left no events says about its end, or nothing."""
+    with suppress(OSError, ValueError, AttributeError):
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        if error := summary.get("error"):
+            return f"it ended ({summary['status']}) before it began: {error}"
+    return ""

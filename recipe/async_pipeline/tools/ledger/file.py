@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...observe.run_directory.run_files import why_it_never_began
 from .audit import Audit, LedgerFields, audit, horizon
 
 NAME = "ledger.jsonl"
@@ -18,7 +19,8 @@ def audit_file(path: Path) -> Audit:
     """Audit a ledger, given by its file or its run directory. Raises ConfigError if it does not exist."""
     file = path / NAME if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{file} does not exist; give a run directory with a {NAME}")
+        why = why_it_never_began(file.parent) or f"give a run directory with a {NAME}"
+        raise ConfigError(f"{file} does not exist; {why}")
     resumptions, broken = _survey(file)
     counts = horizon(resumptions)
     void = 0

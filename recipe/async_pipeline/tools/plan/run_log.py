@@ -17,7 +17,7 @@ from ...config.placement import Placement
 from ...core.events import LogRecord
 from ...errors import ConfigError
 from ...observe.run_directory.event_file import read_events
-from ...observe.run_directory.run_files import events_of_steps
+from ...observe.run_directory.run_files import events_of_steps, why_it_never_began
 
 SETTINGS = "settings.json"
 ENDS = {
@@ -117,9 +117,8 @@ def read_run(directory: Path) -> RunLog:
     settings, events = directory / SETTINGS, events_of_steps(directory)
     for path in (events, settings):
         if not path.is_file():
-            raise ConfigError(
-                f"{directory} has no {path.name}; give the directory of a run, e.g. outputs/smoke/latest"
-            )
+            why = why_it_never_began(directory) or "give the directory of a run, e.g. outputs/smoke/latest"
+            raise ConfigError(f"{directory} has no {path.name}; {why}")
     try:
         run = RunLog(directory, json.loads(settings.read_text(encoding="utf-8")), read_events(events))
     except json.JSONDecodeError as error:

@@ -32,7 +32,7 @@ from ...errors import ConfigError
 from ...installed.verl import find_verl_root
 from .. import replaced
 from ..rules.config_checks import Checked, checked
-from ..rules.spelling import takes_no
+from ..rules.spelling import inner_key, takes_no
 from ..rules.verl_keys import engine_with, is_read, is_read_in, near_key
 from .run_config import apply_entry_point
 
@@ -141,12 +141,13 @@ def _with_choices(
 
 
 def _unknown(path: str, overrides: list[str]) -> str:
-    near = near_key(path) or ""
+    near = near_key(path) or inner_key(path) or ""
     section = "" if "." in near else path.rpartition(".")[0]
     given = bool(near) and sets(overrides, f"{section}.{near}".lstrip("."))
     return unknown_key(
         path,
-        None if given or not near else near,
+        None if given and path.endswith(f".{near}") else near or None,
+        given=given,
         read=is_read(path) and is_read_in(*path.rpartition(".")[::2]),
         fixed=takes_no(path),
         engine=engine_with(path),

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import yaml
@@ -49,6 +50,7 @@ SLOW = f"it was not loaded within {IMPORT_S:.0f} s"
 _LOAD = """
 import importlib
 import inspect
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -74,7 +76,8 @@ try:
 except BaseException as error:
     sys.exit(" ".join(f"{type(error).__name__}: {error}".split()) or 1)
 print()  # it may have ended none of its lines
-print("async_pipeline has loaded it")
+print("async_pipeline has loaded it", flush=True)
+os._exit(0)  # its threads may run on
 """
 """Loads as `FunctionLocation` does, and tries the arguments of a call if they are `given`. It does not import
 this package, which takes longer than most files.
@@ -141,15 +144,29 @@ def _arguments(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _failure(path: str, name: str, arguments: Iterable[str]) -> str:
     """Return why a function cannot be loaded or called with these arguments, or nothing."""
     command = [sys.executable, "-c", _LOAD, user_modules.__file__, path, name, *arguments]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=IMPORT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return SLOW
-    if not done.returncode:
-        return "" if "async_pipeline has loaded it" in done.stdout.splitlines() else "it ends its process"
-    return (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
+    # Files, since a process that the module starts would hold pipes open.
+    with (
+        TemporaryFile("w+", errors="replace") as printed,
+        TemporaryFile("w+", errors="replace") as complaints,
+    ):
+        try:
+            status = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=complaints,
+                timeout=IMPORT_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return SLOW
+        printed.seek(0)
+        complaints.seek(0)
+        if not status:
+            return (
+                "" if "async_pipeline has loaded it" in printed.read().splitlines() else "it ends its process"
+            )
+        return (complaints.read().strip().splitlines() or [f"its process ended with {status}"])[-1]
 
 
 # Tools.

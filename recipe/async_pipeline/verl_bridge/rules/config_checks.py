@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...checkpoint.resume import check_keys
 from ...config.checks.agent_program import program_values
-from ...config.checks.batch_sizes import fit_batch_sizes
+from ...config.checks.batch_sizes import check_sizes_alone, fit_batch_sizes
 from ...config.checks.environment_arguments import check_environment
 from ...config.checks.refusals import UNREADABLE, Settings, refuse
 from ...config.checks.verl_options import REWARDS
@@ -365,6 +365,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_choose_old_logp, needs="placement"),
     Check(lambda review: check_devices(review.config, review.placement, review.knobs), needs="placement"),
     Check(_fit_batch_sizes, needs="placement"),
+    Check(lambda review: check_sizes_alone(review.resolved), needs="resolved"),
     Check(_require_machine, needs="resolved"),
     Check(_require_servable_rank, last=True),
     Check(_require_verls_consent, last=True),

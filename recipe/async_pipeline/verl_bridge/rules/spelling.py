@@ -18,13 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 from ...config.checks.refusals import check_all
 from ...config.checks.rollout_correction import POLICY_LOSS
 from ...config.keys.misplaced import ALIKE, reject_in_place
+from ...config.keys.older_verl import KEPT
 from ...config.keys.without_effect import why_without_effect
 from ...config.paths import nearest, select, walk
 from ...errors import ConfigError
 from ...installed.verl import has
 from ...redaction import shown
 from ..launch.light_verl import TARGET, fields_of
-from .verl_keys import is_read, is_read_in, verl_trees
+from .verl_keys import has_key, is_read, is_read_in, verl_trees
 
 PLAIN = ("trainer",)
 """Sections without a dataclass, of which verl's configuration has all keys."""
@@ -49,7 +50,7 @@ def check_spelling(config: DictConfig) -> None:
             for path, section in _sections(tree, "")
             if (known := _known(path, section))
             for name in section
-            if name not in known
+            if name not in known and f"{path}.{name}" not in KEPT
         ),
         *(partial(_check_top, path, value) for path, value in walk(tree) if not isinstance(value, Mapping)),
     )
@@ -70,11 +71,15 @@ def _check_key(path: str, name: str, value: Any, known: frozenset[str], tree: di
 
 def _check_top(path: str, value: Any) -> None:
     """Raises ConfigError if a key lacks the name of the section that its own section is in."""
+    if (key := inner_key(path)) is not None:
+        raise ConfigError(f"{path} is unknown, got {shown(key, value)}; did you mean {key!r}?")
+
+
+def inner_key(path: str) -> str | None:
+    """Return the key of verl that a path lacks only the first sections of, or None."""
     top, _, name = path.partition(".")
-    for place in _inner(top) if name else ():
-        if any(has(tree, f"{place}.{name}") for tree in verl_trees().values()):
-            key = f"{place}.{name}"
-            raise ConfigError(f"{path} is unknown, got {shown(key, value)}; did you mean {key!r}?")
+    keys = (f"{place}.{name}" for place in (_inner(top) if name else ()))
+    return next(filter(has_key, keys), None)
 
 
 def near_key(name: str, known: frozenset[str]) -> str | None:
@@ -136,7 +141,7 @@ def without_unread(words: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
         if name and (why := why_without_effect(_key(word))):
             rest.append(word)
             notes.append(f"ignored: {_key(word)}, because {why}")
-        elif not name or (is_read_there and (section or not _inner(name))):
+        elif not name or _key(word) in KEPT or (is_read_there and (section or not _inner(name))):
             rest.append(word)
         elif (has_class or section in PLAIN) and any(near_key(name, _known(section, one)) for one in there):
             rest.append(word)  # `check_spelling` refuses it

@@ -15,7 +15,7 @@ from ....core.replay import start_facts
 from ....errors import RunFilesError
 from ....observe.run_directory.event_file import read_events
 from ....observe.run_directory.picture_folder import Picture, read_pictures
-from ....observe.run_directory.run_files import events_of_steps
+from ....observe.run_directory.run_files import events_of_steps, why_it_never_began
 from ..drawing.wording import ENGINE_LINE
 
 PREFIX = "async_pipeline/"
@@ -71,8 +71,8 @@ def read_run(path: Path) -> RunFiles:
     summary = _mapping(path / "summary.json", missing, ended)
     if not events and not steps:
         why = "; ".join(missing)
-        if cause := summary.get("error"):
-            why = f"it ended ({summary['status']}) before it began: {cause}"
+        if cause := why_it_never_began(path):
+            why = cause
         raise RunFilesError(f"{path} has neither events nor metrics of a run: {why}")
 
     return RunFiles(
