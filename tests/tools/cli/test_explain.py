@@ -130,7 +130,7 @@ def test_a_key_whose_condition_is_not_met_is_noted(capsys: pytest.CaptureFixture
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "algorithm.rollout_correction.rollout_is_threshold",
     )
-    for more, noted in (
+    for given, begins in (
         ([f"{clip}=0.3"], f"{clip} has no effect without {clip}_low=null or clip_ratio_high=null"),
         ([f"{micro}=1", "actor_rollout_ref.actor.use_dynamic_bsz=True"], f"{micro} has no effect without "),
         (
@@ -138,8 +138,8 @@ def test_a_key_whose_condition_is_not_met_is_noted(capsys: pytest.CaptureFixture
             f"{threshold} has no effect without algorithm.rollout_correction.rollout_is",
         ),
     ):
-        assert main([*SMOKE, "--json", *more]) == 0
-        assert any(one.startswith(noted) for one in json.loads(capsys.readouterr().out)["notes"]), more
+        assert main([*SMOKE, "--json", *given]) == 0
+        assert any(one.startswith(begins) for one in json.loads(capsys.readouterr().out)["notes"]), given
     for more, noted in (([], True), (["algorithm.adv_estimator=gae"], False), ([library], False)):
         assert main([*SMOKE, "--json", "algorithm.gamma=0.9", *more]) == 0
         assert any(one.startswith(note) for one in json.loads(capsys.readouterr().out)["notes"]) == noted
