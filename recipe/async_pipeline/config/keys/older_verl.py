@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -85,7 +86,12 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _GRADIENTS = _gone("gradients move with the parameters, as param_offload says")
 _BUCKET = Moved(f"++{OWN}.weight_sync.gather_bucket_size_mb")
 _ASYNCHRONOUS = (f"{MODE}=separate_async", f"{MODE}=colocate_async")
-_DEPTH = f"{_ROLLOUT}.engine_kwargs.ENGINE".count(".")
+_PASSED_ON = re.compile(
+    rf"(?:{_ROLLOUT}\.engine_kwargs\.\w+|(?:{_ACTOR}|critic)\.optim\.override_optimizer_config"
+    r"|(?:actor_rollout_ref|critic)\.model\.override_config)\."
+)
+"""What verl passes on to other code, with any keys."""
+SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
 _INTERACTION = f"{_ROLLOUT}.multi_turn.interaction_config_path"
 _MESH = ("tensor", "pipeline", "expert")
 _SAMPLER, _SEPARATE = "trainer.v1.sampler", "trainer.v1.separate_async"
@@ -171,8 +177,8 @@ MOVED: Mapping[str, Moved] = {
     f"{_ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache": Moved(
         f"++{_ROLLOUT}.engine_kwargs.vllm.mm_processor_cache_gb", convert={"true": "0", "True": "0"}.get
     ),
-    # verl's configuration lacks this one, and `verl_options.RULES` has the remedy.
-    _INTERACTION: Moved(f"++{_INTERACTION}"),
+    # verl's configuration lacks these, and `verl_options.RULES` has the remedies.
+    **{key: Moved(f"++{key}") for key in (_INTERACTION, *SAMPLER)},
     # Keys of scripts for fully_async_main that its configuration lacks; `entry_points` has what each becomes.
     **{
         key: Moved(f"++{key}")
@@ -283,7 +289,7 @@ def _with_plus(word: str, key: str, has: Callable[[str], bool]) -> tuple[str, st
     """Return a word with the `+` that its key needs, and why it changed."""
     if word.startswith("+") and not word.startswith("++") and has(key):
         return word[1:], f"{word.partition('=')[0]} -> {key}, which this verl has"
-    if word.startswith(f"{_ROLLOUT}.engine_kwargs.") and key.count(".") > _DEPTH and not has(key):
+    if _PASSED_ON.match(word) and not has(key):
         # The user's own configuration may list it, with which `+` is an error.
         return f"++{word}", f"{key} -> ++{key}, an argument that verl's configuration does not list"
     return word, ""
