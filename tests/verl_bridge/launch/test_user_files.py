@@ -167,8 +167,11 @@ def test_a_callback_and_a_router_are_classes(write: Write) -> None:
     assert problem.startswith(f"{router} names 'json.decoder.Nothing'")
 
 
-def test_an_external_library_is_installed() -> None:
-    library = "actor_rollout_ref.model.external_lib"
+@pytest.mark.parametrize(
+    "library",
+    ["actor_rollout_ref.model.external_lib", f"{ROLLOUT}.checkpoint_engine.custom_backend_module"],
+)
+def test_an_external_library_is_installed(library: str) -> None:
     assert problems({library: ["json.decoder"]}) == []
     (fault,) = faults_of_user_files(nested({**GIVEN, library: "no_such_library.losses"}))
     assert fault.problem.startswith(f"{library} must be an installed module, got 'no_such_library.losses'")
@@ -184,7 +187,9 @@ def test_another_reward_manager_has_a_module(write: Write) -> None:
     assert problem.startswith(f"{path} must name an existing file")
     assert problems({source: "importlib", path: write("naive.py", "class naive: ...")}) == []
     (problem,) = problems({source: "importlib", path: write("manager.py", "class Mine: ...")})
-    assert problem.startswith(f"{MANAGER} must be a class in ") and problem.endswith("got 'naive'; correct it")
+    assert problem.startswith(f"{MANAGER} must be a class in ") and problem.endswith(
+        "got 'naive'; correct it"
+    )
 
 
 def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..checks.refusals import Refusal
 from ..checks.rollout_correction import IS_LEVELS, correcting_loss
+from ..checks.verl_values import CONTENTS
 from ..derived.adapters import MODEL, publishes_adapters
 from ..paths import MODE, OWN, PATCH_FREE, select
 from .overrides import Modernised
@@ -340,7 +341,10 @@ def _training(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     for model in (_ACTOR, "critic"):
         for name in ("save_contents", "load_contents"):
             parts = select(raw, f"{model}.checkpoint.{name}")
-            if isinstance(parts, list) and (missing := [part for part in WHOLE if part not in parts]):
+            # The check of others shows what was given.
+            if not isinstance(parts, list) or not all(part in CONTENTS for part in parts):
+                continue
+            if missing := [part for part in WHOLE if part not in parts]:
                 found[f"{model}.checkpoint.{name}"] = [*parts, *missing], "an exact resume needs all of it"
     return found
 

@@ -32,6 +32,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 TOOLS, FUNCTIONS = f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.function_tool_path"
 FORMAT = f"{ROLLOUT}.multi_turn.format"
 EXTERNAL = "actor_rollout_ref.model.external_lib"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.custom_backend_module"
 LOOPS, LOOP = f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.agent.default_agent_loop"
 TOOL_LOOP = "tool_agent"
 OWN_LOOPS = ("agent_session", "environment", "diffusion")
@@ -278,13 +279,14 @@ def _faults_of_hooks(config: Mapping[str, Any]) -> Iterator[InputFault]:
 
 
 def _faults_of_library(config: Mapping[str, Any]) -> Iterator[InputFault]:
-    listed = select(config, EXTERNAL) or []
-    for name in [listed] if isinstance(listed, str) else listed:
-        if not _is_installed(str(name).partition(".")[0]):
-            yield InputFault(
-                f"{EXTERNAL} must be an installed module, got {name!r}; install it, or correct PYTHONPATH",
-                f"{EXTERNAL}={name}, which is not on this machine",
-            )
+    for key in (EXTERNAL, BACKEND):
+        listed = select(config, key) or []
+        for name in [listed] if isinstance(listed, str) else listed:
+            if not _is_installed(str(name).partition(".")[0]):
+                yield InputFault(
+                    f"{key} must be an installed module, got {name!r}; install it, or correct PYTHONPATH",
+                    f"{key}={name}, which is not on this machine",
+                )
 
 
 def _faults_of_manager(config: Mapping[str, Any]) -> Iterator[InputFault]:
