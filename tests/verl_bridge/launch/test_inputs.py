@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import struct
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -245,6 +246,17 @@ def test_engines_and_adapters_need_their_packages(
     lora = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
     (line,) = problems({strategy: "fsdp_turbo", **lora})
     assert line.startswith(f"{strategy} must be fsdp2 or megatron with LoRA, got 'fsdp_turbo'; adapters of")
+
+
+def test_adapters_are_of_layers_of_the_model(problems: Problems, tmp_path: Path) -> None:
+    header = json.dumps({"layers.0.q_proj.weight": {"shape": [2, 2]}}).encode()
+    weights = tmp_path / "task" / "model" / "model.safetensors"
+    weights.write_bytes(struct.pack("<Q", len(header)) + header)
+    lora = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
+    for targets in (["q_proj", "v"], "all-linear", ".*qproj"):
+        assert not problems({**lora, f"{MODEL}.target_modules": targets})
+    (line,) = problems({**lora, f"{MODEL}.target_modules": ["qproj"]})
+    assert line.startswith(f"{MODEL}.target_modules must name layers of the model, got ['qproj'], which")
 
 
 @pytest.mark.parametrize(

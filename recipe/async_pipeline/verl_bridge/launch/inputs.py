@@ -24,7 +24,7 @@ from huggingface_hub import constants
 
 from ...config.checks.refusals import UNREADABLE
 from ...config.checks.training_engine import OTHERS, SHARDED
-from ...config.derived.adapters import adapter_rank
+from ...config.derived.adapters import ALL_LINEAR, adapter_rank, count_adapter_parameters
 from ...config.paths import OWN, hint, select
 from ...errors import ConfigError
 from ..rules.megatron_rules import makes_adapters
@@ -84,6 +84,7 @@ def faults(
         faults_of_data(config, scored=scored or images),
         *(_faults_of_model(key, select(config, key)) for key in models),
         () if images else _faults_of_tokenizer(config),
+        () if images else _faults_of_targets(config),
         _faults_of_trackers(config),
         _faults_of_checkpoint(config),
         _faults_of_folders(config),
@@ -184,6 +185,21 @@ def _faults_of_model(key: str, value: Any) -> Iterator[InputFault]:
             f"{key} must be on this machine with HF_HUB_OFFLINE=1, got {name!r}, which is neither a folder "
             "nor in the Hub's cache; correct it, or download the model",
             note,
+        )
+
+
+def _faults_of_targets(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check that a layer of the model has one of the names that peft gets; a pattern is left to peft."""
+    key = f"{MODEL}.target_modules"
+    targets, folder = select(config, key), Path(str(select(config, f"{MODEL}.path"))).expanduser()
+    named = adapter_rank(config) and isinstance(targets, list)
+    if not named or select(config, "actor_rollout_ref.actor.strategy") not in SHARDED:
+        return
+    found, known = (count_adapter_parameters(folder, 1, names) for names in (targets, ALL_LINEAR))
+    if known and not found:
+        yield InputFault(
+            f"{key} must name layers of the model, got {targets!r}, which it lacks; correct them, or set "
+            f"{ALL_LINEAR}"
         )
 
 
