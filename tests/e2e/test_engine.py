@@ -141,7 +141,7 @@ def test_after_many_loads_the_engine_says_what_a_fresh_model_says(versions: dict
     assert versions["versions"] == len(WAYS) * of_a_way + 1, "no load was left out"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 def test_a_version_uses_prefixes_of_others_only_if_it_may(tied_task: Path, engine: str) -> None:
     report = run("prefix_probe.py", tied_task, engine, VERL_PLATFORM="cpu")
     assert set(report) == {"False", "session", "True"}
@@ -155,7 +155,7 @@ def test_a_version_uses_prefixes_of_others_only_if_it_may(tied_task: Path, engin
             assert case["its session, next but one"] > case["its session, next version"], report
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 def test_answers_have_the_form_that_a_request_asks_for(untied_model: Path, engine: str) -> None:
     report = run("forms_probe.py", untied_model, engine, VERL_PLATFORM="cpu")
     answer = r'\{"move":"[LR]","sure":(true|false)\}'

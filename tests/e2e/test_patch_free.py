@@ -43,12 +43,13 @@ def run(python: Path, *arguments: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_the_trainer_mode_trains_on_the_published_verl(
-    python: Path, tied_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python: Path, tied_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: bool
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    # No worker is forked, as with accelerators: each imports all that it needs.
-    monkeypatch.setenv(fork_worker.IMPORTS, "")
+    if not forked:  # as with accelerators: each worker imports all that it needs
+        monkeypatch.setenv(fork_worker.IMPORTS, "")
     printed = run(python, "-m", "recipe.async_pipeline", "doctor", folder=tmp_path)
     assert "none applied: start with trainer.v1.trainer_mode=async_pipeline" in printed
     assert "without 0001" in printed and "fail" not in printed

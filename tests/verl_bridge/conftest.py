@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from recipe.async_pipeline.installed.verl import find_verl_root
 from recipe.async_pipeline.lab.tasks.data import write_rows
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.observe.table import MARK
+from recipe.async_pipeline.verl_bridge.launch.run_config import copy_of
 from tests import REPOSITORY
 from tests.conftest import Load
 
@@ -61,7 +61,7 @@ def smoke(base: DictConfig, task: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
 
     def make(changes: dict[str, Any] | None = None, *, switched_on: bool = True) -> DictConfig:
-        config = copy.deepcopy(base)
+        config = copy_of(base)
         with open_dict(config):
             if switched_on:
                 config.async_pipeline = True

@@ -142,11 +142,7 @@ def test_verl_is_imported_as_a_whole_where_others_extend_it(
     points: list[str],
     suffices: bool,
 ) -> None:
-    class Point:
-        def __init__(self, value: str) -> None:
-            self.value = value
-
-    monkeypatch.setattr(module, "entry_points", lambda group: [Point(value) for value in points])
+    monkeypatch.setattr(module, "plugins_of", lambda group: frozenset(points))
     if variable is not None:
         monkeypatch.setenv(variable, "json")
     assert module.suffices() is suffices

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -30,6 +29,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.paths import walk
+from ...installed.plugins import plugins_of
 from ...installed.verl import find_verl_root
 from ..process.plugin_state import require_loaded
 
@@ -64,8 +64,7 @@ def is_whole() -> bool:
 
 def suffices() -> bool:
     """Return whether importing verl would load no code but its own and this package's plug-in."""
-    plugins = {point.value for point in entry_points(group="verl.plugins")}
-    return plugins == {PLUGIN} and not any(map(os.environ.get, OTHERS))
+    return plugins_of("verl.plugins") == {PLUGIN} and not any(map(os.environ.get, OTHERS))
 
 
 def require_plugin() -> None:

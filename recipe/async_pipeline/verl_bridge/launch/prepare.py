@@ -8,7 +8,6 @@ verl's patched entry point calls `prepare` with the whole config before it start
 from __future__ import annotations
 
 import atexit
-import copy
 import importlib.metadata
 import os
 import sys
@@ -46,7 +45,7 @@ from ..rules.model_rules import ROLLOUT
 from .command_line import checked_with
 from .engine_contract import check_engine
 from .ray_cluster import choose_cluster, mark_run_dir, require_devices
-from .run_config import ADDRESS, LATEST, LOCAL, remove_keys, run_dir_of, update
+from .run_config import ADDRESS, LATEST, LOCAL, copy_of, remove_keys, run_dir_of, update
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.weights.checkpoint_engine"
@@ -92,7 +91,7 @@ def adopt(config: DictConfig) -> None:
 
 def _check_engine(config: DictConfig, found: Checked) -> None:
     """Raises ConfigError if the installed engine lacks something that the run uses; warns if a knob asks."""
-    planned = copy.deepcopy(config)
+    planned = copy_of(config)
     update(planned, found.translation.verl)
     if line := check_engine(planned, found.translation.config.engine_check):
         _say(line)

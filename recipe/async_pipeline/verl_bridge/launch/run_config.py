@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -50,6 +51,11 @@ def open_requests_of(config: DictConfig) -> OpenRequests:
 def runtime_of(config: DictConfig) -> RuntimeConfig:
     """Parse the state of the run."""
     return RuntimeConfig.of(nested({RUNTIME: _plain(config, RUNTIME)}))
+
+
+def copy_of(config: DictConfig) -> DictConfig:
+    """Return a deep copy. `copy.deepcopy` takes seven times as long for a configuration of verl."""
+    return cast("DictConfig", pickle.loads(pickle.dumps(config)))
 
 
 def resolved_of(config: DictConfig) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +37,7 @@ from ..launch import light_verl
 from ..launch.inputs import require_inputs
 from ..launch.run_config import (
     address_to_join,
+    copy_of,
     notes_on_machine,
     remove_keys,
     resolved_of,
@@ -135,7 +135,7 @@ def checked(
         except ConfigError as error:
             raise ConfigError(*given, *error.problems) from None
         return None
-    review = Review(raw, copy.deepcopy(config), absent, [] if absent is None else absent)
+    review = Review(raw, copy_of(config), absent, [] if absent is None else absent)
     if problems := (*given, *_problems(review, given)):
         refused = ConfigError(*problems)
         refused.warnings = review.on_machine

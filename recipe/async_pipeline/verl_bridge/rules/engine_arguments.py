@@ -11,7 +11,6 @@ import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ...config.checks.refusals import check_all
 from ...config.paths import hint
 from ...errors import ConfigError
 from ...installed.engines import find_spec
+from ...installed.plugins import plugins_of
 from ...redaction import shown
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -173,8 +173,8 @@ def listed(engine: str, argument: str) -> tuple[str, ...]:
     if argument not in LISTS.get(engine, {}):
         return ()
     file, place, name = LISTS[engine][argument]
-    plugins = (plugin.value for plugin in entry_points(group=f"{engine}.general_plugins"))
-    if not all(plugin.startswith((f"{engine}.", "recipe.async_pipeline.")) for plugin in plugins):
+    known = (f"{engine}.", "recipe.async_pipeline.")
+    if not all(plugin.startswith(known) for plugin in plugins_of(f"{engine}.general_plugins")):
         return ()
     try:
         found = re.search(place, _source(engine, file), re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ its name occurs nowhere in verl's source.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -196,6 +196,7 @@ def _added(word: str) -> tuple[str, str] | None:
     return None
 
 
+@cache
 def _inner(name: str) -> list[str]:
     """Return verl's sections with a name that no section at its top has, two levels below it."""
     tops = {f"{top}.{name}" for tree in verl_trees().values() for top in tree if has(tree, f"{top}.{name}")}

@@ -58,7 +58,7 @@ def test_a_message_is_wrapped_if_sglang_has_a_wrapper(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.real_engine
-@pytest.mark.parametrize("pickled", [True, False])
+@pytest.mark.parametrize("pickled", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_the_real_classes_have_what_is_used(pickled: bool) -> None:
     """Of the SGLang that is first on the path: PYTHONPATH can name an unpacked one."""
     if find_spec("sglang") is None:  # without an import, which would leave stubs in this process

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's Megatron engine on the CPU agrees with transformers in every layout, exactly and after a step.
 
-`layouts.py` runs all of them once; each test here looks at what one of them measured.
+`layouts.py` runs the ones of a tier once; each test here looks at what one of them measured.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,29 @@ EXACT = 2e-6
 STEP = 1e-3
 """The learning rate: what AdamW moves a weight in its first step."""
 KNOWN = LAYOUTS | REPLAYS | VALUES
+SLOW = {
+    *("dense-dp2", "dense-tp2-without-sequence-parallel", "dense-pp2", "tied-tp2", "moe", "moe-tp2-etp2"),
+    *("replay-ep2", "values-tp2", "values-ep2"),
+}
+"""Layouts of the nightly tests: each way to split a model is in another one, too."""
+FolderOf = Callable[[str], Path]
 
-Measured = dict[str, list[dict[str, Any]]]
+
+def marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in SLOW)) for name in names]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all layouts; return the folder with what they measured."""
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+    """Return the function that has the folder of what a layout measured; it runs all of the same tier."""
+    run = cache(partial(run_layouts, tmp_path_factory))
+    return lambda name: run(tuple(other for other in KNOWN if (other in SLOW) == (name in SLOW)))
+
+
+def run_layouts(tmp_path_factory: pytest.TempPathFactory, names: tuple[str, ...]) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.verl_bridge.workers.megatron.layouts", str(folder), *KNOWN],
+        [sys.executable, "-m", "tests.verl_bridge.workers.megatron.layouts", str(folder), *names],
         cwd=REPOSITORY,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -52,13 +67,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=LAYOUTS)
-def ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+@pytest.fixture(params=marked(LAYOUTS))
+def ranks(folder_of: FolderOf, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return what each rank of a layout measured. Fails with the traceback of a rank that failed."""
-    return read(folder, request.param)
+    return read(folder_of, request.param)
 
 
-def read(folder: Path, name: str) -> list[dict[str, Any]]:
+def read(folder_of: FolderOf, name: str) -> list[dict[str, Any]]:
+    folder = folder_of(name)
     for error in sorted(folder.glob(f"{name}.*.error")):
         pytest.fail(error.read_text(encoding="utf-8"))
     files = [folder / f"{name}.{rank}.json" for rank in range(KNOWN[name].ranks)]
@@ -68,8 +84,8 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def upstream(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "upstream.json").read_text(encoding="utf-8"))
+def upstream(folder_of: FolderOf) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder_of("dense") / "upstream.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -102,15 +118,15 @@ def test_the_parts_of_all_ranks_are_the_export(ranks: list[dict[str, Any]]) -> N
         assert gather["ordered"] and gather["aliases"]
 
 
-def test_all_ranks_assemble_if_one_cannot_publish_parts(folder: Path) -> None:
-    assert all(rank["gather"]["falls_back"] for rank in read(folder, "moe-tp2-ep2"))
-    output = (folder / "output.txt").read_text(encoding="utf-8")
+def test_all_ranks_assemble_if_one_cannot_publish_parts(folder_of: FolderOf) -> None:
+    assert all(rank["gather"]["falls_back"] for rank in read(folder_of, "moe-tp2-ep2"))
+    output = (folder_of("moe-tp2-ep2") / "output.txt").read_text(encoding="utf-8")
     assert "weights are assembled before each publication: a tensor is computed" in output
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.resumes])
-def test_a_resumed_step_repeats_the_undisturbed_one(folder: Path, name: str) -> None:
-    for rank in read(folder, name):
+def test_a_resumed_step_repeats_the_undisturbed_one(folder_of: FolderOf, name: str) -> None:
+    for rank in read(folder_of, name):
         assert rank["restored"] and rank["trained"]
         assert rank["repeated"], "weights after a load and a step, bit by bit"
         assert rank["shared_steps"], "megatron-core keeps a step for each parameter now: drop the repair"
@@ -134,10 +150,10 @@ def test_the_bridge_still_loses_the_rotary_base(upstream: dict[str, Any]) -> Non
     assert upstream["rotary_base"] == 10000
 
 
-@pytest.mark.parametrize("name", REPLAYS)
-def test_recorded_routing_is_replayed_after_the_routers_changed(folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", marked(REPLAYS))
+def test_recorded_routing_is_replayed_after_the_routers_changed(folder_of: FolderOf, name: str) -> None:
     """Outputs and gradients are the ones of transformers whose routers choose the recorded experts."""
-    ranks = read(folder, name)
+    ranks = read(folder_of, name)
     for rank in ranks:
         accepted, *refused, lost = rank["refused"]
         assert accepted == "" and all("got no recorded routing" in why for why in refused)
@@ -155,10 +171,10 @@ def test_recorded_routing_is_replayed_after_the_routers_changed(folder: Path, na
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_a_critic_equals_transformers_layers_with_its_head(folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", marked(VALUES))
+def test_a_critic_equals_transformers_layers_with_its_head(folder_of: FolderOf, name: str) -> None:
     """Values before and after a step, and the gradient norm; ranks that hold the head hold the same one."""
-    ranks = read(folder, name)
+    ranks = read(folder_of, name)
     assert all(rank["heads"] for rank in ranks)
     outputs = [rank for rank in ranks if rank["outputs"]]
     assert outputs, "some rank has the outputs"
