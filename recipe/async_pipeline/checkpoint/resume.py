@@ -234,7 +234,7 @@ def identity_of(
         "actor_rollout_ref.actor.strategy",
     )
     model = "actor_rollout_ref.model"
-    added = (f"{model}.lora_rank", f"{model}.lora.rank", "data.sampler.class_path")
+    added = (f"{model}.lora_rank", f"{model}.lora.rank")
 
     return {
         **{path: str(select(config, path)) for path in same},

@@ -51,6 +51,7 @@ WRONG: tuple[tuple[str, Any, str], ...] = (
     ("algorithm.kl_ctrl.target_kl", 0, "must be a number > 0 with kl_ctrl.type=adaptive, got 0"),
     ("trainer.test_freq", None, "must be a whole number, got None; -1 validates at the start only"),
     ("data.train_max_samples", None, "must be a whole number, got None; -1 takes all rows"),
+    (f"{ROLLOUT}.prometheus.port", 99999999, "must be a port, got 99999999; leave it out"),
     ("data.dataloader_num_workers", -1, "must be >= 0, got -1"),
     ("data.seed", "abc", "must be a whole number, or null, got 'abc'; null leaves it to verl"),
     ("trainer.log_val_generations", -1, "must be >= 0, got -1; 0 logs none"),

@@ -54,6 +54,11 @@ def test_other_words_remain(word: str) -> None:
     assert modernised([word]) == ([word], (), ())
 
 
+def test_a_key_that_a_rule_refuses_reaches_it() -> None:
+    word = "data.sampler.class_path=a.py"
+    assert modernised([word]) == ([f"++{word}"], (), ())
+
+
 def test_a_key_that_this_verl_has_needs_no_plus() -> None:
     words = ["+data.seed=1", "++data.seed=1", "+data.other=1"]
     found, notes, _ = modernised(words, lambda path: path == "data.seed")

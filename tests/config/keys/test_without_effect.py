@@ -16,6 +16,7 @@ from recipe.async_pipeline.config.keys.without_effect import (
 )
 from recipe.async_pipeline.config.paths import nested
 
+ACTOR = "actor_rollout_ref.actor"
 DEFAULTS = {
     "trainer.balance_batch": True,
     "trainer.nnodes": 1,
@@ -59,9 +60,20 @@ def test_the_value_of_any_of_verls_configurations_is_a_default() -> None:
     assert not [*without_effect(nested({key: False}), [nested({key: True}), nested({key: False})])]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile",
+        "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params",
+        "data.use_shm",
+    ],
+)
+def test_a_key_that_verl_reads_has_no_row(path: str) -> None:
+    assert why_without_effect(path) is None
+
+
 def test_a_key_that_only_begins_like_one_is_another() -> None:
     assert why_without_effect("skip.rollout.enable") and why_without_effect("skip.rollout_tq.enable") is None
-    assert why_without_effect("actor_rollout_ref.actor.fsdp_config.use_torch_compile") is None
 
 
 @pytest.mark.parametrize(
@@ -84,6 +96,28 @@ def test_a_key_that_only_begins_like_one_is_another() -> None:
             "algorithm.adv_estimator=gae or algorithm.adv_estimator=reinforce_plus_plus",
         ),
         (["algorithm.gamma"], {"algorithm.adv_estimator": "reinforce_plus_plus"}, ""),
+        (
+            ["algorithm.norm_adv_by_std_in_grpo"],
+            {"algorithm.adv_estimator": "rloo"},
+            "algorithm.adv_estimator=grpo or algorithm.adv_estimator=grpo_passk",
+        ),
+        (["algorithm.norm_adv_by_std_in_grpo"], {"algorithm.adv_estimator": "grpo"}, ""),
+        (
+            [f"{ACTOR}.fsdp_config.use_orig_params", f"{ACTOR}.fsdp_config.wrap_policy.min_num_params"],
+            {f"{ACTOR}.strategy": "fsdp2"},
+            f"{ACTOR}.strategy=fsdp",
+        ),
+        ([f"{ACTOR}.fsdp_config.use_orig_params"], {f"{ACTOR}.strategy": "fsdp"}, ""),
+        (
+            ["critic.fsdp.use_orig_params"],
+            {"critic.enable": True, "critic.strategy": "fsdp2"},
+            "critic.strategy=fsdp",
+        ),
+        (
+            [f"{ACTOR}.policy_loss.dro_beta"],
+            {f"{ACTOR}.policy_loss.loss_mode": "vanilla"},
+            f"{ACTOR}.policy_loss.loss_mode=dro",
+        ),
         (
             ["algorithm.kl_ctrl.kl_coef"],
             {"algorithm.use_kl_in_reward": False},

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import shutil
+import struct
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -194,6 +196,16 @@ def test_a_tracker_with_credentials_is_accepted(
 def test_trackers_are_verls(module: ModuleType, load: Load) -> None:
     tracking = load("verl.utils.tracking").Tracking
     assert set(tracking.supported_backend) | {"tracking"} == set(module.TRACKERS)
+    source = inspect.getsource(load("verl.utils.rollout_trace").RolloutTraceConfig.init)
+    assert re.findall(r'backend == "(\w+)"', source) == [*module.TRACERS]
+
+
+@pytest.mark.parametrize(
+    ("backend", "line"), [("foo", "must be of weave, "), ("weave", "must have installed ")]
+)
+def test_a_trace_of_rollouts_has_its_package(problems: Problems, backend: str, line: str) -> None:
+    (problem,) = problems({f"{ROLLOUT}.trace.backend": backend})
+    assert problem.startswith(f"{ROLLOUT}.trace.backend {line}") and f"got '{backend}'" in problem
 
 
 def test_explain_notes_what_is_elsewhere_and_refuses_what_is_wrong(
@@ -229,9 +241,22 @@ def test_engines_and_adapters_need_their_packages(
     strategy = "actor_rollout_ref.actor.strategy"
     (line,) = problems({strategy: "fsdp_turbo", "actor_rollout_ref.ref.strategy": "fsdp_turbo"})
     assert line.startswith(f"{strategy} must be an installed engine, got 'fsdp_turbo'; install fsdp_turbo")
+    (line,) = problems({f"{MODEL}.use_liger": True})
+    assert line.startswith(f"{MODEL}.use_liger must be False without the package liger_kernel, got True;")
     lora = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
     (line,) = problems({strategy: "fsdp_turbo", **lora})
     assert line.startswith(f"{strategy} must be fsdp2 or megatron with LoRA, got 'fsdp_turbo'; adapters of")
+
+
+def test_adapters_are_of_layers_of_the_model(problems: Problems, tmp_path: Path) -> None:
+    header = json.dumps({"layers.0.q_proj.weight": {"shape": [2, 2]}}).encode()
+    weights = tmp_path / "task" / "model" / "model.safetensors"
+    weights.write_bytes(struct.pack("<Q", len(header)) + header)
+    lora = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
+    for targets in (["q_proj", "v"], "all-linear", ".*qproj"):
+        assert not problems({**lora, f"{MODEL}.target_modules": targets})
+    (line,) = problems({**lora, f"{MODEL}.target_modules": ["qproj"]})
+    assert line.startswith(f"{MODEL}.target_modules must name layers of the model, got ['qproj'], which")
 
 
 @pytest.mark.parametrize(
@@ -240,6 +265,7 @@ def test_engines_and_adapters_need_their_packages(
         ({"optimizer": "adamw"}, "must be a class of torch.optim (Adafactor, .*, got 'adamw' (did you mean"),
         ({"optimizer": "SGD"}, ""),
         ({"optimizer_impl": "bitsandbites.optim"}, "must be an installed module, got 'bitsandbites.optim'"),
+        ({"optimizer_impl": "torch.optimm"}, "must be an installed module, got 'torch.optimm'; install it"),
         ({"optimizer_impl": "tests.fakes", "optimizer": "AdamW8bit"}, ""),
     ],
 )

@@ -144,8 +144,9 @@ def test_the_data_set_reads_existing_files(key: str) -> None:
 def test_a_data_set_is_in_its_file(write: Write) -> None:
     given = {"data.custom_cls.path": write("rows.py", "class MyRows:\n    pass\n")}
     assert problems({**given, "data.custom_cls.name": "MyRows"}) == []
-    (problem,) = problems({**given, "data.custom_cls.name": "MyRow"})
-    assert problem.startswith("data.custom_cls.name must be a class in ")
+    for wrong in ({"data.custom_cls.name": "MyRow"}, {}, {"data.custom_cls.path": "pkg://rows"}):
+        (problem,) = problems({**given, **wrong})
+        assert problem.startswith("data.custom_cls.name must be a class in ")
     (problem,) = problems(
         {"data.custom_cls.path": write("rows.py", "class MyRows"), "data.custom_cls.name": "MyRows"}
     )
@@ -166,8 +167,11 @@ def test_a_callback_and_a_router_are_classes(write: Write) -> None:
     assert problem.startswith(f"{router} names 'json.decoder.Nothing'")
 
 
-def test_an_external_library_is_installed() -> None:
-    library = "actor_rollout_ref.model.external_lib"
+@pytest.mark.parametrize(
+    "library",
+    ["actor_rollout_ref.model.external_lib", f"{ROLLOUT}.checkpoint_engine.custom_backend_module"],
+)
+def test_an_external_library_is_installed(library: str) -> None:
     assert problems({library: ["json.decoder"]}) == []
     (fault,) = faults_of_user_files(nested({**GIVEN, library: "no_such_library.losses"}))
     assert fault.problem.startswith(f"{library} must be an installed module, got 'no_such_library.losses'")
@@ -181,7 +185,11 @@ def test_another_reward_manager_has_a_module(write: Write) -> None:
     assert len(problems({source: "import"})) == 1
     (problem,) = problems({source: "importlib", path: "/no/manager.py"})
     assert problem.startswith(f"{path} must name an existing file")
-    assert problems({source: "importlib", path: write("manager.py", "")}) == []
+    assert problems({source: "importlib", path: write("naive.py", "class naive: ...")}) == []
+    (problem,) = problems({source: "importlib", path: write("manager.py", "class Mine: ...")})
+    assert problem.startswith(f"{MANAGER} must be a class in ") and problem.endswith(
+        "got 'naive'; correct it"
+    )
 
 
 def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:

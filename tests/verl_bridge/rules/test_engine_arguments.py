@@ -19,7 +19,7 @@ from recipe.async_pipeline.verl_bridge.rules.engine_arguments import (
     ROLLOUT,
     check_arguments,
     check_engine_names,
-    check_load_format,
+    check_listed,
     declared_arguments,
     largest_adapter_rank,
     listed,
@@ -208,21 +208,32 @@ def test_a_rank_that_vllm_does_not_serve_is_refused(
     assert unread.unchecked == ("the largest rank of an adapter, for which verl asks vllm",)
 
 
-def test_the_forms_of_weights_are_the_installed_engines(installed: Path) -> None:
-    check_load_format("vllm", "unread")
-    file, *_ = engine_arguments.LISTS["vllm"]["load_format"]
-    (installed / file).parent.mkdir(parents=True)
-    (installed / file).write_text('LoadFormats = Literal[\n    "auto",\n    "dummy",\n]\n', encoding="utf-8")
-    for name in ("auto", "dummy", None):
-        check_load_format("vllm", name)
-    with pytest.raises(ConfigError, match=r"load_format must be one of auto, dummy .* 'dumy' \(did you mean"):
-        check_load_format("vllm", "dumy")
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("load_format", "LoadFormats"),
+        ("logprobs_mode", "LogprobsMode"),
+        ("scheduling_policy", "SchedulerPolicy"),
+    ],
+)
+def test_some_values_are_the_installed_engines(installed: Path, key: str, name: str) -> None:
+    check_listed("vllm", {key: "unread"})
+    file, *_ = engine_arguments.LISTS["vllm"][key]
+    (installed / file).parent.mkdir(parents=True, exist_ok=True)
+    (installed / file).write_text(f'{name} = Literal[\n    "auto",\n    "dummy",\n]\n', encoding="utf-8")
+    for value in ("auto", "dummy", None):
+        check_listed("vllm", {key: value})
+    with pytest.raises(ConfigError, match=rf"{key} must be one of auto, dummy .* 'dumy' \(did you mean"):
+        check_listed("vllm", {key: "dumy"})
 
 
 @pytest.mark.real_engine
 def test_the_forms_of_weights_are_read_from_the_engines(load: Load) -> None:
     known = load("typing").get_args(load("vllm.model_executor.model_loader").LoadFormats)
     assert listed("vllm", "load_format") == known
+    assert listed("vllm", "logprobs_mode") == load("typing").get_args(load("vllm.config.model").LogprobsMode)
+    policies = load("typing").get_args(load("vllm.config.scheduler").SchedulerPolicy)
+    assert listed("vllm", "scheduling_policy") == policies
     ours = load("sglang.srt.server_args")
     assert listed("sglang", "load_format") == tuple(ours.LOAD_FORMAT_CHOICES)
     assert set(listed("sglang", "attention_backend")) == {*ours.ATTENTION_BACKEND_CHOICES}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..derived.adapters import MODEL, adapter_rank, publishes_adapters
-from ..keys.older_verl import IS_LEVEL, IS_MODE, IS_VETO, OF_ALL_DEVICES, UNREAD
+from ..keys.older_verl import IS_LEVEL, IS_MODE, IS_VETO, OF_ALL_DEVICES, SAMPLER, UNREAD
 from ..paths import MODE, OWN, PATCH_FREE
 from .refusals import (
     Refusal,
@@ -46,6 +46,10 @@ _TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _EXPERTS = "actor_rollout_ref.rollout.expert_parallel_size"
 _LAG = f"set {OWN}.staleness.max_lag"
 _CORRECTION = "algorithm.rollout_correction"
+_ORDER = (
+    "leave it out: prompts are drawn in the order of the data, which data.shuffle and data.seed change; "
+    "another order is one of the rows, or of a data set, data.custom_cls"
+)
 RULES: tuple[Refusal, ...] = (
     *UNREAD,
     *(
@@ -81,8 +85,9 @@ RULES: tuple[Refusal, ...] = (
     must_be(
         "trainer.v1.sampler.custom_sampler.path",
         None,
-        remedy="leave it out: the pipeline draws the prompts in order, and data.sampler changes the order",
+        remedy=_ORDER,
     ),
+    *(must_be(path, None, remedy=_ORDER) for path in SAMPLER),
     Refusal(MODE, any_of("sync", PATCH_FREE), "must not be changed", "set async_strategy instead"),
     Refusal(
         "actor_rollout_ref.rollout.checkpoint_engine.backend",

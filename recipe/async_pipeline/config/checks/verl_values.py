@@ -240,6 +240,12 @@ VALUES: tuple[Refusal, ...] = (
         "raise it, or lower max_num_seqs",
         when=_serves_fewer_tokens,
     ),
+    Refusal(
+        f"{_ROLLOUT}.prometheus.port",
+        lambda value: positive(value) and value < 1 << 16,
+        "must be a port",
+        _DEFAULT,
+    ),
     Refusal("data.dataloader_num_workers", _given(whole_or_none), "must be >= 0", "0 reads in the trainer"),
     Refusal("data.seed", _or_absent(whole), "must be a whole number, or null", "null leaves it to verl"),
     Refusal("trainer.log_val_generations", _given(whole_or_none), "must be >= 0", "0 logs none"),

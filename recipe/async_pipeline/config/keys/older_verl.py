@@ -9,11 +9,13 @@ them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..checks.refusals import Refusal
 from ..checks.rollout_correction import IS_LEVELS, correcting_loss
+from ..checks.verl_values import CONTENTS
 from ..derived.adapters import MODEL, publishes_adapters
 from ..paths import MODE, OWN, PATCH_FREE, select
 from .overrides import Modernised
@@ -92,7 +94,12 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _GRADIENTS = _gone("gradients move with the parameters, as param_offload says")
 _BUCKET = Moved(f"++{OWN}.weight_sync.gather_bucket_size_mb")
 _ASYNCHRONOUS = (f"{MODE}=separate_async", f"{MODE}=colocate_async")
-_DEPTH = f"{_ROLLOUT}.engine_kwargs.ENGINE".count(".")
+_PASSED_ON = re.compile(
+    rf"(?:{_ROLLOUT}\.engine_kwargs\.\w+|(?:{_ACTOR}|critic)\.optim\.override_optimizer_config"
+    r"|(?:actor_rollout_ref|critic)\.model\.override_config)\."
+)
+"""What verl passes on to other code, with any keys."""
+SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
 _INTERACTION = f"{_ROLLOUT}.multi_turn.interaction_config_path"
 _MANAGER = f"{_ROLLOUT}.agent.agent_loop_manager_class"
 _MESH = ("tensor", "pipeline", "expert")
@@ -180,8 +187,7 @@ MOVED: Mapping[str, Moved] = {
         f"++{_ROLLOUT}.engine_kwargs.vllm.mm_processor_cache_gb", convert={"true": "0", "True": "0"}.get
     ),
     # verl's configuration lacks these, and `verl_options.RULES` has the remedies.
-    _INTERACTION: Moved(f"++{_INTERACTION}"),
-    _MANAGER: Moved(f"++{_MANAGER}"),
+    **{key: Moved(f"++{key}") for key in (_INTERACTION, _MANAGER, *SAMPLER)},
     # Keys of scripts for fully_async_main that its configuration lacks; `entry_points` has what each becomes.
     **{
         key: Moved(f"++{key}")
@@ -294,7 +300,7 @@ def _with_plus(word: str, key: str, has: Callable[[str], bool]) -> tuple[str, st
     """Return a word with the `+` that its key needs, and why it changed."""
     if word.startswith("+") and not word.startswith("++") and has(key):
         return word[1:], f"{word.partition('=')[0]} -> {key}, which this verl has"
-    if word.startswith(f"{_ROLLOUT}.engine_kwargs.") and key.count(".") > _DEPTH and not has(key):
+    if _PASSED_ON.match(word) and not has(key):
         # The user's own configuration may list it, with which `+` is an error.
         return f"++{word}", f"{key} -> ++{key}, an argument that verl's configuration does not list"
     return word, ""
@@ -345,7 +351,10 @@ def _training(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     for model in (_ACTOR, "critic"):
         for name in ("save_contents", "load_contents"):
             parts = select(raw, f"{model}.checkpoint.{name}")
-            if isinstance(parts, list) and (missing := [part for part in WHOLE if part not in parts]):
+            # The check of others shows what was given.
+            if not isinstance(parts, list) or not all(part in CONTENTS for part in parts):
+                continue
+            if missing := [part for part in WHOLE if part not in parts]:
                 found[f"{model}.checkpoint.{name}"] = [*parts, *missing], "an exact resume needs all of it"
     return found
 

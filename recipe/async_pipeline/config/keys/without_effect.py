@@ -44,7 +44,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "truncates it on the left",
     "data.tokenizer": "actor_rollout_ref.model.tokenizer_path is read",
     "data.trust_remote_code": _read("actor_rollout_ref.model.trust_remote_code"),
-    "data.use_shm": _read("actor_rollout_ref.model.use_shm"),
     "data.return_raw_input_ids": _DATA,
     "data.return_raw_chat": _DATA,
     "data.return_full_prompt": _DATA,
@@ -59,7 +58,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "actor_rollout_ref.nccl_timeout": _NO_TIMEOUT,
     "critic.nccl_timeout": _NO_TIMEOUT,
     "*.rollout_n": _read("actor_rollout_ref.rollout.n"),
-    "*.wrap_policy.min_num_params": _ENGINE,
+    "*.torchtitan.wrap_policy.min_num_params": _ENGINE,
     "*.torchtitan.dtype": _BFLOAT16,
     "*.torchtitan.mixed_precision": _BFLOAT16,
     "*.torchtitan.strategy": _read("the strategy of the model"),
@@ -131,6 +130,9 @@ CONDITIONS = (
     Condition(("algorithm.filter_groups.metric",), {"algorithm.filter_groups.enable": ()}),
     Condition(("algorithm.gamma",), {_ESTIMATOR: ("gae", "reinforce_plus_plus")}),
     Condition(("algorithm.lam",), {_ESTIMATOR: ("gae",)}),
+    # The others are not given it, or do not read it.
+    Condition(("algorithm.norm_adv_by_std_in_grpo",), {_ESTIMATOR: ("grpo", "grpo_passk")}),
+    Condition((f"{_POLICY_LOSS}.dro_beta",), {f"{_POLICY_LOSS}.loss_mode": ("dro",)}),
     Condition((f"{_POLICY_LOSS}.clip_cov_*",), {f"{_POLICY_LOSS}.loss_mode": ("clip_cov",)}),
     Condition(
         (f"{_POLICY_LOSS}.kl_cov_ratio", f"{_POLICY_LOSS}.ppo_kl_coef"),
@@ -145,6 +147,13 @@ CONDITIONS = (
     ),
     Condition(("algorithm.pf_ppo",), {"algorithm.use_pf_ppo": ()}),
     Condition(("critic", "trainer.max_critic_ckpt_to_keep"), {"critic.enable": (), _ESTIMATOR: ("gae",)}),
+    *(
+        Condition(
+            tuple(f"{model}.fsdp*.{name}" for name in ("use_orig_params", "wrap_policy.min_num_params")),
+            {f"{model}.strategy": ("fsdp",)},
+        )
+        for model in (_ACTOR, "actor_rollout_ref.ref", "critic")
+    ),
     Condition((_REWARD_MODEL,), {f"{_REWARD_MODEL}.enable": ()}),
     *(
         Condition((f"{_CORRECTION}.{name}_*",), {f"{_CORRECTION}.{name}": ()}, f"{_CORRECTION}.{name}")

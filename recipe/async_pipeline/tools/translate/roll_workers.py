@@ -55,7 +55,7 @@ WORKERS: Table = (
     ("actor_train.data_args.custom_data_kwargs_func", by_hand("set data.custom_cls to a class of rows")),
     (
         "actor_train.data_args.domain_interleave_probs.*",
-        by_hand("mix the domains where the rows are written, or set data.sampler"),
+        by_hand("mix the domains where the rows are written"),
     ),
     ("actor_train.data_args.interleave_probs", by_hand("mix the files where the rows are written")),
     ("actor_train.data_args.*", by_hand(ROWS)),

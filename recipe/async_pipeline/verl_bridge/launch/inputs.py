@@ -13,7 +13,9 @@ import netrc
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -22,7 +24,7 @@ from huggingface_hub import constants
 
 from ...config.checks.refusals import UNREADABLE
 from ...config.checks.training_engine import OTHERS, SHARDED
-from ...config.derived.adapters import adapter_rank
+from ...config.derived.adapters import ALL_LINEAR, adapter_rank, count_adapter_parameters
 from ...config.paths import OWN, hint, select
 from ...errors import ConfigError
 from ..rules.megatron_rules import makes_adapters
@@ -32,6 +34,8 @@ from .data_files import InputFault, each, faults_of_data
 from .user_files import faults_of_user_files
 
 MODEL, LOGGER = "actor_rollout_ref.model", "trainer.logger"
+TRACE = "actor_rollout_ref.rollout.trace.backend"
+LIGER = "liger_kernel"
 FOLDERS = (
     "trainer.default_local_dir",
     "trainer.rollout_data_dir",
@@ -80,6 +84,7 @@ def faults(
         faults_of_data(config, scored=scored or images),
         *(_faults_of_model(key, select(config, key)) for key in models),
         () if images else _faults_of_tokenizer(config),
+        () if images else _faults_of_targets(config),
         _faults_of_trackers(config),
         _faults_of_checkpoint(config),
         _faults_of_folders(config),
@@ -105,9 +110,19 @@ def _faults_of_engine(config: Mapping[str, Any], *, critic: bool) -> Iterator[In
             "install one with peft.utils.create_peft, newer than 0.3.1, or use fsdp2",
             "adapters of Megatron, for which the installed megatron-bridge is too old",
         )
-    for model in ("actor_rollout_ref.actor", *(("critic",) if critic else ())):
-        if select(config, f"{model}.strategy") in SHARDED:
-            yield from _faults_of_optimizer(config, f"{model}.optim")
+    for section, model in (
+        ("actor_rollout_ref.actor", MODEL),
+        *([("critic", "critic.model")] if critic else ()),
+    ):
+        if select(config, f"{section}.strategy") not in SHARDED:
+            continue
+        yield from _faults_of_optimizer(config, f"{section}.optim")
+        if select(config, f"{model}.use_liger") and find_spec(LIGER) is None:
+            yield InputFault(
+                f"{model}.use_liger must be False without the package {LIGER}, got True; install it, or "
+                "leave the key out",
+                f"the package {LIGER} of {model}.use_liger, which is not installed here",
+            )
 
 
 def _faults_of_optimizer(config: Mapping[str, Any], section: str) -> Iterator[InputFault]:
@@ -115,16 +130,21 @@ def _faults_of_optimizer(config: Mapping[str, Any], section: str) -> Iterator[In
     module, name = (str(select(config, f"{section}.{key}")) for key in ("optimizer_impl", "optimizer"))
     if select(config, f"{section}.optimizer_impl") is None:
         return  # the section of another engine
-    package = find_spec(module.partition(".")[0])
-    if package is None:
+    package, *inner = accumulate(module.split("."), "{}.{}".format)
+    spec = is_here = find_spec(package)
+    for inside in inner:  # of these, find_spec would import the packages around
+        spec = PathFinder.find_spec(inside, (spec and spec.submodule_search_locations) or [])
+    if spec is None:
         yield InputFault(
             f"{section}.optimizer_impl must be an installed module, got {module!r}; install it, or use "
             "torch.optim",
-            f"the package of {section}.optimizer_impl={module}, which is not installed here",
+            ""
+            if is_here
+            else f"the package of {section}.optimizer_impl={module}, which is not installed here",
         )
-    elif module == "torch.optim" and package.origin:
-        source = Path(package.origin).with_name("optim") / "__init__.py"
-        known = re.findall(r'^    "([A-Z]\w+)",$', source.read_text("utf-8"), re.MULTILINE)
+    elif module == "torch.optim" and spec.origin:
+        source = Path(spec.origin).read_text("utf-8")
+        known = re.findall(r'^    "([A-Z]\w+)",$', source, re.MULTILINE)
         if known and name not in known:
             yield InputFault(
                 f"{section}.optimizer must be a class of torch.optim ({', '.join(known)}), got {name!r}"
@@ -165,6 +185,21 @@ def _faults_of_model(key: str, value: Any) -> Iterator[InputFault]:
             f"{key} must be on this machine with HF_HUB_OFFLINE=1, got {name!r}, which is neither a folder "
             "nor in the Hub's cache; correct it, or download the model",
             note,
+        )
+
+
+def _faults_of_targets(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check that a layer of the model has one of the names that peft gets; a pattern is left to peft."""
+    key = f"{MODEL}.target_modules"
+    targets, folder = select(config, key), Path(str(select(config, f"{MODEL}.path"))).expanduser()
+    named = adapter_rank(config) and isinstance(targets, list)
+    if not named or select(config, "actor_rollout_ref.actor.strategy") not in SHARDED:
+        return
+    found, known = (count_adapter_parameters(folder, 1, names) for names in (targets, ALL_LINEAR))
+    if known and not found:
+        yield InputFault(
+            f"{key} must name layers of the model, got {targets!r}, which it lacks; correct them, or set "
+            f"{ALL_LINEAR}"
         )
 
 
@@ -286,29 +321,33 @@ TRACKERS: Mapping[str, _Tracker | None] = {
     "vemlp_wandb": _Tracker("volcengine_ml_platform", lambda: _is_set(*_VOLC), f"set {', '.join(_VOLC)}"),
 }
 """verl's trackers; None for one that needs nothing."""
+TRACERS: Mapping[str, _Tracker] = {name: _Tracker(name) for name in ("weave", "mlflow", "trackio")}
+"""The backends of verl's traces of rollouts."""
 
 
 def _faults_of_trackers(config: Mapping[str, Any]) -> Iterator[InputFault]:
-    value = select(config, LOGGER)
-    names: Iterable[Any] = [value] if isinstance(value, str) else value or ()
-    for name in names:
-        if name not in TRACKERS:
-            yield InputFault(
-                f"{LOGGER} must be of {', '.join(TRACKERS)}, got {name!r}{hint(str(name), TRACKERS)}; "
-                "correct it"
-            )
-            continue
-        tracker = TRACKERS[name]
-        if tracker is None:
-            continue
-        if find_spec(tracker.module) is None:
-            yield InputFault(
-                f"{LOGGER} must have installed trackers, got {name!r} without the package {tracker.module}; "
-                "install it, or leave the tracker out",
-                f"{LOGGER}={name}, whose package {tracker.module} is not on this machine",
-            )
-        elif not tracker.has_account():
-            yield InputFault(
-                f"{LOGGER} must have trackers with credentials, got {name!r} without; {tracker.remedy}",
-                f"{LOGGER}={name}, whose credentials are not on this machine",
-            )
+    for key, known in ((LOGGER, TRACKERS), (TRACE, TRACERS)):
+        value = select(config, key)
+        names: Iterable[Any] = [value] if isinstance(value, str) else value or ()
+        for name in names:
+            if name in known:
+                yield from _faults_of_tracker(key, name, known[name])
+            else:
+                near = hint(str(name), known)
+                yield InputFault(f"{key} must be of {', '.join(known)}, got {name!r}{near}; correct it")
+
+
+def _faults_of_tracker(key: str, name: str, tracker: _Tracker | None) -> Iterator[InputFault]:
+    if tracker is None:
+        return
+    if find_spec(tracker.module) is None:
+        yield InputFault(
+            f"{key} must have installed trackers, got {name!r} without the package {tracker.module}; "
+            "install it, or leave the tracker out",
+            f"{key}={name}, whose package {tracker.module} is not on this machine",
+        )
+    elif not tracker.has_account():
+        yield InputFault(
+            f"{key} must have trackers with credentials, got {name!r} without; {tracker.remedy}",
+            f"{key}={name}, whose credentials are not on this machine",
+        )

@@ -33,6 +33,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 TOOLS, FUNCTIONS = f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.function_tool_path"
 FORMAT = f"{ROLLOUT}.multi_turn.format"
 EXTERNAL = "actor_rollout_ref.model.external_lib"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.custom_backend_module"
 LOOPS, LOOP = f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.agent.default_agent_loop"
 TOOL_LOOP = "tool_agent"
 OWN_LOOPS = ("agent_session", "environment", "diffusion")
@@ -278,14 +279,7 @@ def _faults_of_data_set(config: Mapping[str, Any]) -> Iterator[InputFault]:
     for key in ("data.tool_config_path", "data.function_tool_path"):  # without them, prompts seem shorter
         if isinstance(file := _resolved(config, key), InputFault):
             yield file
-    name, path = select(config, f"{DATA_SET}.name"), str(select(config, f"{DATA_SET}.path"))
-    file = None if path.startswith(PACKAGE) else _resolved(config, f"{DATA_SET}.path")
-    if isinstance(file, InputFault):
-        yield file
-    elif file is not None and isinstance(tree := _parsed(file, f"{DATA_SET}.path"), InputFault):
-        yield tree
-    elif file is not None and not _has_word(file, str(name)):
-        yield InputFault(f"{DATA_SET}.name must be a class in {str(file)!r}, got {name!r}; correct it")
+    yield from _faults_of_pair(config, f"{DATA_SET}.path", f"{DATA_SET}.name")
 
 
 def _faults_of_hooks(config: Mapping[str, Any]) -> Iterator[InputFault]:
@@ -302,13 +296,14 @@ def _faults_of_hooks(config: Mapping[str, Any]) -> Iterator[InputFault]:
 
 
 def _faults_of_library(config: Mapping[str, Any]) -> Iterator[InputFault]:
-    listed = select(config, EXTERNAL) or []
-    for name in [listed] if isinstance(listed, str) else listed:
-        if not _is_installed(str(name).partition(".")[0]):
-            yield InputFault(
-                f"{EXTERNAL} must be an installed module, got {name!r}; install it, or correct PYTHONPATH",
-                f"{EXTERNAL}={name}, which is not on this machine",
-            )
+    for key in (EXTERNAL, BACKEND):
+        listed = select(config, key) or []
+        for name in [listed] if isinstance(listed, str) else listed:
+            if not _is_installed(str(name).partition(".")[0]):
+                yield InputFault(
+                    f"{key} must be an installed module, got {name!r}; install it, or correct PYTHONPATH",
+                    f"{key}={name}, which is not on this machine",
+                )
 
 
 def _faults_of_manager(config: Mapping[str, Any]) -> Iterator[InputFault]:
@@ -319,9 +314,8 @@ def _faults_of_manager(config: Mapping[str, Any]) -> Iterator[InputFault]:
             f"{MANAGER}.source must be one of {', '.join(SOURCES)}, the latter with {MANAGER}.module.path, "
             f"got {source!r} and {path!r}; correct them"
         )
-    elif source == "importlib" and not str(path).startswith(PACKAGE):
-        if isinstance(file := _resolved(config, f"{MANAGER}.module.path"), InputFault):
-            yield file
+    elif source == "importlib":
+        yield from _faults_of_pair(config, f"{MANAGER}.module.path", f"{MANAGER}.name")
     name, names = select(config, f"{MANAGER}.name"), sorted(registered_reward_managers())
     if select(config, f"{MANAGER}.source") == "register" and name not in names:
         remedy = "correct it, or set its source and module"
@@ -355,6 +349,20 @@ def _parsed(file: Path, key: str) -> ast.Module | InputFault:
         return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         return InputFault(f"{key} must name a Python file, got {str(file)!r} ({error}); correct it")
+
+
+def _faults_of_pair(config: Mapping[str, Any], path_key: str, name_key: str) -> Iterator[InputFault]:
+    """Check that a key names a class of the Python file, or the module, of another key, if that is given."""
+    path, name = select(config, path_key), select(config, name_key)
+    if path is None:
+        return
+    file = None if str(path).startswith(PACKAGE) else _resolved(config, path_key)
+    if isinstance(file, InputFault):
+        yield file
+    elif file is not None and isinstance(tree := _parsed(file, path_key), InputFault):
+        yield tree
+    elif name is None or (file is not None and not _has_word(file, str(name))):
+        yield InputFault(f"{name_key} must be a class in {str(file or path)!r}, got {name!r}; correct it")
 
 
 def _has_word(file: Path, word: str) -> bool:

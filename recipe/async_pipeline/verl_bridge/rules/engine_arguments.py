@@ -34,6 +34,8 @@ CLASSES = ("ServerArgs", "EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "F
 AS_OPTIONS = ("vllm",)
 """verl starts these through their command line, where `-` equals `_`; the others by keyword arguments."""
 LOAD_FORMAT = "load_format"
+LISTED = (LOAD_FORMAT, "logprobs_mode", "scheduling_policy")
+"""Keys of `rollout` that verl passes on as the arguments of their names."""
 _TEXT, _MEMBER = r'"([\w-]+)"', r"^    ([A-Z]\w+) = "
 LISTS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
     "sglang": {
@@ -46,6 +48,8 @@ LISTS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
             r"^LoadFormats = Literal\[(.*?)\]",
             _TEXT,
         ),
+        "logprobs_mode": ("config/model.py", r"^LogprobsMode = Literal\[(.*?)\]", _TEXT),
+        "scheduling_policy": ("config/scheduler.py", r"^SchedulerPolicy = Literal\[(.*?)\]", _TEXT),
         "attention_backend": (
             "v1/attention/backends/registry.py",
             r"^class AttentionBackendEnum\b(.*?)^    (?:@|def )",
@@ -79,11 +83,15 @@ def _check_section(name: str, value: Any, chosen: str) -> None:
         )
 
 
-def check_load_format(engine: str, name: Any) -> None:
-    """Raises ConfigError if the engine does not load weights in this form."""
-    if name is not None and (known := listed(engine, LOAD_FORMAT)) and name not in known:
+def check_listed(engine: str, rollout: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the engine does not have the values of keys in `LISTED`."""
+    check_all(*(partial(_check_name, engine, key, rollout.get(key)) for key in LISTED))
+
+
+def _check_name(engine: str, key: str, name: Any) -> None:
+    if name is not None and (known := listed(engine, key)) and name not in known:
         raise ConfigError(
-            f"{ROLLOUT}.load_format must be one of {', '.join(known)} with the installed {engine}, got "
+            f"{ROLLOUT}.{key} must be one of {', '.join(known)} with the installed {engine}, got "
             f"{name!r}{hint(str(name), known)}; correct it"
         )
 

@@ -21,7 +21,7 @@ from ...config.derived.adapters import publishes_adapters
 from ...config.placement import PLACED
 from ...errors import ConfigError
 from ...installed.engines import find_spec
-from .engine_arguments import check_arguments, check_engine_names, check_load_format, check_replaced
+from .engine_arguments import check_arguments, check_engine_names, check_listed, check_replaced
 from .expert_backends import check_expert_kernels
 from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
 
@@ -135,7 +135,7 @@ def check_model(config: DictConfig) -> None:
         lambda: _check_pictures(config, described),
         lambda: _check_context(config, described),
         lambda: check_engine_names(OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs") or {}, engine),
-        lambda: check_load_format(engine, config.actor_rollout_ref.rollout.load_format),
+        lambda: check_listed(engine, config.actor_rollout_ref.rollout),
         *checks.get(engine, ()),  # `diffusers_rules` knows the knobs too
     )
 
