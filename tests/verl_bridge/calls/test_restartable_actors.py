@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, config: bytes, address: str | None) -> None:
         self.size = len(config)
         self.said: list[str] = []
-        setattr(restartable_actors, "say", self.said.append)
+        vars(restartable_actors)["say"] = self.said.append
         restartable_actors.say_if_restarted()
 
     def what_it_said(self) -> list[str]:
