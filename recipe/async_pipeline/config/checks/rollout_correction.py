@@ -296,7 +296,6 @@ def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None
         check_mode,
         partial(refuse, LOSS_ROWS, at),
         partial(_require_known_keys, select(config, CORRECTION) or {}),
-        partial(refuse, CORRECTION_ROWS, at),
     )
 
 
