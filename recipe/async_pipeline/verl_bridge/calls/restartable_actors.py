@@ -40,7 +40,7 @@ def restartable(
 def say_if_restarted() -> None:
     """Print a line if this actor's process replaces one that has ended."""
     context = ray.get_runtime_context()
-    if context.was_current_actor_reconstructed:
+    if context.worker.mode == ray.WORKER_MODE and context.was_current_actor_reconstructed:
         name = context.get_actor_name() or "a worker"
         say(f"{name} was started again, since its process or node had ended; its calls are repeated")
 
