@@ -98,6 +98,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @functools.cache
 def _source(path: Path) -> str:
     return path.read_text("utf-8")

@@ -222,6 +222,7 @@ def test_a_plan_without_a_layout_has_the_reason() -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_overrides_express_the_whole_plan(long_tail: SearchResult) -> None:
     found = long_tail.found[0]
     lines = overrides(replace(found))
