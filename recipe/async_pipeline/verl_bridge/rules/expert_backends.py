@@ -3,6 +3,8 @@
 
 Except on Hopper, vLLM and SGLang prefer FlashInfer's kernels for experts in bfloat16, and exchange and
 shuffle rows for them after a load. The served weights could then be neither proved nor updated in place.
+With adapters, the base keeps the weights of its files, and vLLM chooses its kernels without reading the
+argument; they may reorder the base, which is not published.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from ...config.derived.adapters import publishes_adapters
 from ...errors import ConfigError
 from .sglang_rules import EXPERTS
 
@@ -64,10 +67,11 @@ def _chosen(config: DictConfig) -> tuple[str, Any]:
 
 
 def _is_concerned(config: DictConfig, described: Mapping[str, Any]) -> bool:
-    """Return whether the engine may choose such kernels."""
+    """Return whether the engine may choose such kernels for weights that are published."""
     rollout = config.actor_rollout_ref.rollout
-    quantized = rollout.get("quantization") is not None
-    return not quantized and bool(expert_kernels(rollout.name, config.trainer.device, described))
+    if rollout.get("quantization") is not None or publishes_adapters(config):
+        return False
+    return bool(expert_kernels(rollout.name, config.trainer.device, described))
 
 
 def expert_kernels(engine: str, device: str, described: Mapping[str, Any]) -> dict[str, str]:
