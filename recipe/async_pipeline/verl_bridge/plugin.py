@@ -28,12 +28,6 @@ def load() -> None:
     from .process.after_import import after_import
 
     register()
-    set_loaded()
-    if any("async_pipeline" in word for word in sys.argv):
-        from .hooks import rewrite_on_import
-
-        # Before hydra composes the configuration: an entry point imports verl first.
-        rewrite_on_import()
     replaced.apply_on_import("entry points")
     replaced.apply_on_import("files of users")
     after_import("verl.trainer.ppo.v1.trainer_base", register_trainer)
@@ -47,6 +41,13 @@ def load() -> None:
         postpone()
         # For Ascend devices. It imports vLLM, and so the compilers of torch, in every process of verl.
         sys.modules.setdefault("verl.checkpoint_engine.hccl_checkpoint_engine", cast(ModuleType, None))
+    set_loaded()
+    if any("async_pipeline" in word for word in sys.argv):
+        from .hooks import rewrite_on_import
+
+        # Before hydra composes the configuration: an entry point imports verl first. The checks of a command
+        # line need a plug-in that has loaded.
+        rewrite_on_import()
 
 
 def register_trainer(trainer_base: ModuleType) -> None:
