@@ -52,7 +52,7 @@ def test_the_kernels_are_set_with_one_line(engine: str, described: Any, chosen: 
         ({"device": "cpu"}, EXPERTS),
         ({"quantization": "fp8"}, EXPERTS),
         ({"lora": {"rank": 8}}, EXPERTS),
-        ({"lora": {"rank": 8}, "moe_backend": "flashinfer_trtllm"}, EXPERTS),
+        ({"lora": {"rank": 8}, "moe_backend": "auto"}, EXPERTS),
         ({"moe_backend": "cutlass"}, EXPERTS),
         ({"moe-backend": "aiter"}, EXPERTS),
     ],
@@ -63,6 +63,15 @@ def test_other_runs_are_left_alone(changes: dict[str, Any], described: dict[str,
     check_expert_kernels(of_run, described)
     assert set_expert_kernels(of_run, described) is None
     assert OmegaConf.to_container(of_run) == before
+
+
+def test_kernels_that_vllm_does_not_read_with_adapters_are_named() -> None:
+    of_run = config("vllm", lora={"rank": 8}, moe_backend="flashinfer_trtllm")
+    check_expert_kernels(of_run, EXPERTS)
+    line = set_expert_kernels(of_run, EXPERTS)
+    path = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend"
+    assert line == f"{path}=flashinfer_trtllm has no effect with adapters that are not merged"
+    assert set_expert_kernels(config("vllm", "cpu", lora={"rank": 8}, moe_backend="triton"), EXPERTS) is None
 
 
 def test_merged_adapters_are_published_as_weights() -> None:

@@ -34,6 +34,7 @@ def check_expert_kernels(config: DictConfig, described: Mapping[str, Any]) -> No
     path, chosen = _chosen(config)
     if (
         chosen is not None
+        and not publishes_adapters(config)
         and _is_concerned(config, described)
         and str(chosen).replace("-", "_").startswith(REORDERING)
     ):
@@ -44,12 +45,17 @@ def check_expert_kernels(config: DictConfig, described: Mapping[str, Any]) -> No
 
 
 def set_expert_kernels(config: DictConfig, described: Mapping[str, Any]) -> str | None:
-    """Set the kernels of experts unless the user has; return a line for the user, or None if nothing changed.
+    """Set the kernels of experts unless the user has; return a line for the user, or None without news.
 
     `described` is the model's `config.json`.
     """
     path, chosen = _chosen(config)
-    if chosen not in (None, "auto") or not _is_concerned(config, described):
+    if not _is_concerned(config, described):
+        return None
+    automatic = chosen in (None, "auto")
+    if publishes_adapters(config):
+        return None if automatic else f"{path}={chosen} has no effect with adapters that are not merged"
+    if not automatic:
         return None
     with open_dict(config):
         OmegaConf.update(config, path, KERNELS, force_add=True)
@@ -67,11 +73,10 @@ def _chosen(config: DictConfig) -> tuple[str, Any]:
 
 
 def _is_concerned(config: DictConfig, described: Mapping[str, Any]) -> bool:
-    """Return whether the engine may choose such kernels for weights that are published."""
+    """Return whether the engine may choose such kernels."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.get("quantization") is not None or publishes_adapters(config):
-        return False
-    return bool(expert_kernels(rollout.name, config.trainer.device, described))
+    quantized = rollout.get("quantization") is not None
+    return not quantized and bool(expert_kernels(rollout.name, config.trainer.device, described))
 
 
 def expert_kernels(engine: str, device: str, described: Mapping[str, Any]) -> dict[str, str]:
