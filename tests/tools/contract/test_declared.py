@@ -161,7 +161,7 @@ OF_PYTHON_AND_TORCH = {
     *("rpartition", "setdefault", "startswith", "strip", "values"),
     *("__module__", "__mro__", "__name__", "__qualname__"),
     *("done", "result", "set_exception", "set_result"),
-    *("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters", "get_parameter"),
+    *("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters"),
     *("get_submodule", "modules"),
     *("named_buffers", "named_modules", "named_parameters"),
     *("copy_", "data", "detach", "dim", "itemsize", "shape", "to", "transpose", "view"),
@@ -283,7 +283,7 @@ OF_OTHERS: Mapping[str, set[str]] = {
         *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias"),
     },
     "verl_bridge/rollout/vllm/block_fp8.py": {"_scale_inv"},  # see BUILT_NAMES
-    "verl_bridge/rollout/vllm/declared_layers.py": {"GPTNeoXAttention"},  # of a model that 0.33 lacks
+    "verl_bridge/rollout/vllm/declared_layers.py": {"GPTNeoXAttention"},  # of a model that 0.32 lacks
     "verl_bridge/rollout/vllm/engine.py": {"drain", "freeze"},  # this package's
     "verl_bridge/rules/sglang_rules.py": {
         *("num_experts", "num_local_experts", "n_routed_experts", "intermediate_size"),

@@ -7,14 +7,14 @@ Tensors that these tables do not explain are left to the checks of order and cov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
-from ...weight_sync.engine.engine_adapter import Computed, Conversion, Expected
+from ...weight_sync.engine.engine_adapter import Conversion, Expected
 from ...weight_sync.memory.manifest import TensorEntry
 from ...weight_sync.proof.element_map import Piece, View
 from .served_parts import (
@@ -70,8 +70,12 @@ class ServedLayout:
             for layer in above.modules()
         }
         """How experts below a layer are published."""
-        self._computed: tuple[Sequence[TensorEntry], list[Computed]] = (), []
-        """The last layout, and what the engine computes from it."""
+        self.converted: Mapping[str, Conversion] = {
+            f"{path}.{leaf}": partial(_convert, getattr(layer, leaf), conversion)
+            for path, layer in model.named_modules()
+            for leaf, conversion in declared[layer].converted.items()
+        }
+        """How elements of served tensors follow from published ones, by tensor, if they are no copies."""
         self._slots: dict[Any, dict[str, list[tuple[str, int, str]]]] = {}
         """The table of experts of each layer, by the start of published names."""
         every = dict(model.named_parameters(remove_duplicate=False))
@@ -94,31 +98,6 @@ class ServedLayout:
             return self._experts(experts, prefix, rest, entry.shape)
         target = self._target(prefix + rest, part)
         return None if target is None else self._of_module(target, entry.shape)
-
-    def computed(self, layout: Sequence[TensorEntry]) -> list[Computed]:
-        """Return the served tensors that layers compute from the published ones of a layout."""
-        if self._computed[0] is not layout:
-            computing = any(declared.computed for declared in self._declared.values())
-            self._computed = layout, [*self._computed_from(layout)] if computing else []
-        return self._computed[1]
-
-    def _computed_from(self, layout: Sequence[TensorEntry]) -> Iterator[Computed]:
-        for entry in layout:
-            expected = self.expected(entry)
-            for piece in () if expected is None else expected.pieces:
-                path, _, leaf = piece.served.rpartition(".")
-                convert = self._at(path).computed.get(leaf)
-                if convert is not None:
-                    compute = partial(self._compute, entry.name, piece, convert)
-                    yield Computed({entry.name: (piece.source,)}, (piece.served,), compute)
-
-    def _compute(
-        self, name: str, piece: Piece, convert: Conversion, published: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Compute a whole served tensor as the engine does: on its device, in its precision."""
-        served = self._model.get_parameter(piece.served)
-        values = piece.source.of(published[name]).to(served.device, served.dtype, copy=True)
-        return {piece.served: convert(values)}
 
     def _at(self, path: str) -> Declared:
         """Return what the layer at a path declares."""
@@ -291,6 +270,11 @@ class ServedLayout:
         published, _, leaf = f"experts.{rest}".rpartition(".")
         slots = self._slots[experts].get(f"{published}.", ())
         return [(parameter + leaf, expert, shard) for parameter, expert, shard in slots]
+
+
+def _convert(served: torch.Tensor, conversion: Conversion, values: torch.Tensor) -> torch.Tensor:
+    """Convert values as the engine does: on its device, in its precision."""
+    return conversion(values.to(served.device, served.dtype)).cpu()
 
 
 def _half(view: View, index: int) -> View:

@@ -95,8 +95,8 @@ class Declared:
     """Tensors of the layer itself that ranks divide along the first axis."""
     rank: int = 0
     """Which share of `sharded` this rank has."""
-    computed: Mapping[str, Conversion] = field(default_factory=dict)
-    """How tensors of the layer itself follow from published ones, if they are no copies."""
+    converted: Mapping[str, Conversion] = field(default_factory=dict)
+    """How elements of tensors of the layer itself follow from published ones, if they are no copies."""
     stacked: Stacked | None = None
     """How the experts below the layer are published, if all of them are in one tensor."""
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from recipe.async_pipeline.errors import ProofError
+from recipe.async_pipeline.installed.engines import installed
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
@@ -31,6 +33,8 @@ FAMILIES = (
     "nemotron-h",
     "granite-moe",
 )
+OTHERWISE = {"0.24": ("qwen3.5", "falcon-h1"), "0.32": ("gpt-neox", "granite-hybrid")}
+"""Families that other releases of vLLM serve by other classes, or of whose names they have no table."""
 STAGED = {"qwen3-next", "qwen3.5", "granite-moe"}
 """Families whose loaders only copy, so that versions can be staged during generation."""
 LAYER = "model.layers.0"
@@ -47,7 +51,10 @@ class Families:
         self._version = 0
 
     def publish(self, name: str) -> Manifest:
-        """Train a model and publish it."""
+        """Train a model and publish it; skip the test if it is for other releases."""
+        release = ".".join(next(one.version for one in installed() if one.name == "vllm").split(".")[:2])
+        if name in OTHERWISE.get(release, ()):
+            pytest.skip(f"vLLM {release} serves {name} in another way")
         if name not in self._made:
             self._made[name] = self._checkpoints.make(name, self._folder / name)
         self._version += 1
@@ -112,12 +119,15 @@ def changed(rank: Any, names: Iterable[str], orders: dict[str, tuple[int, torch.
         ("nemotron-h", f"{LAYER}.mixer.A_log", f"{LAYER}.mixer.dt_bias"),
     ],
 )
-def test_swapped_tensors_are_named(families: Families, name: str, one: str, other: str) -> None:
+def test_swapped_tensors_are_named_though_no_sample_has_them(
+    families: Families, name: str, one: str, other: str
+) -> None:
     manifest, ranks = families.publish(name), families.replica(name, 2)
+    samples = tuple(sample for sample in manifest.samples if sample.name not in (one, other))
     for rank in ranks:
         changed(rank, (one, other), {})
-    with pytest.raises(ProofError, match=r"\.(A|A_log|D|dt_bias) is (in the wrong place|served with values)"):
-        prove_first(ranks, manifest)
+    with pytest.raises(ProofError, match=rf"({one}|{other}) is in the wrong place"):
+        prove_first(ranks, replace(manifest, samples=samples))
 
 
 def exchanged(*blocks: int) -> torch.Tensor:
@@ -167,5 +177,5 @@ def test_a_logarithm_that_is_served_as_it_was_published_is_named(families: Famil
     manifest, (rank,) = families.publish(name), families.replica(name, 1)
     served = next(one for path, one in rank.model.named_parameters() if path.endswith(".A"))
     served.weight_loader = lambda parameter, published: parameter.data.copy_(published)
-    with pytest.raises(ProofError, match=r"\.A is served with values other than the published ones"):
+    with pytest.raises(ProofError, match=r"\.A_log is served with values other than the published ones"):
         prove_first([rank], manifest)

@@ -121,8 +121,10 @@ class VllmAdapter(RecordingAdapter):
         return manifest.adapter is None and super().prepare(manifest, ended)
 
     def computed(self) -> Sequence[Computed]:
-        quantized = () if self._fp8 is None else self._fp8.computed(self._layout, self.tensors())
-        return [*self._table.computed(self._layout), *quantized]
+        return () if self._fp8 is None else self._fp8.computed(self._layout, self.tensors())
+
+    def converted(self) -> Mapping[str, Conversion]:
+        return self._table.converted
 
     def conversion(self) -> Convert | None:
         return None if self._fp8 is None else self._fp8.conversion(self.device)

@@ -24,6 +24,10 @@ def declared_by(layer: torch.nn.Module) -> Declared:
     return NOTHING
 
 
+STACKED = {"experts.gate_up_proj": "experts.w13_weight", "experts.down_proj": "experts.w2_weight"}
+"""Tensors with all experts of a layer, by published name."""
+
+
 def _delta_net(layer: Any) -> Declared:
     """Its convolution has channels for queries, keys and values."""
     rank, size = rank_and_size(layer.conv1d)
@@ -48,7 +52,7 @@ def _mamba(layer: Any) -> Declared:
         },
         sharded=("A", "D", "dt_bias"),
         rank=rank,
-        computed={"A": _decay},
+        converted={"A": _decay},
     )
 
 
@@ -64,7 +68,7 @@ def _llama4_attention(layer: Any) -> Declared:
     """It rotates the halves of queries and keys, which are published as pairs."""
 
     def arranged(published: View, part: str | int) -> View:
-        if part == "v" or len(published.shape) == 1:
+        if part == "v":
             return published
         pairs = layer.head_dim // 2
         return published.split(0, (published.shape[0] // layer.head_dim, pairs, 2)).exchanged(1, 2)
@@ -83,15 +87,13 @@ def _gpt_neox_attention(layer: Any) -> Declared:
 
 
 def _llama4_experts(layer: Any) -> Declared:
-    return Declared(
-        renamed={"experts.gate_up_proj": "experts.w13_weight", "experts.down_proj": "experts.w2_weight"},
-        stacked=Stacked(alternate=False),
-    )
+    return Declared(renamed=STACKED, stacked=Stacked(alternate=False))
 
 
 def _granite_experts(layer: Any) -> Declared:
     return Declared(
         renamed={
+            **STACKED,  # vLLM 0.32 maps the names to these
             "input_linear.weight": "experts.w13_weight",
             "output_linear.weight": "experts.w2_weight",
             "router.layer.weight": "gate.weight",
