@@ -74,7 +74,10 @@ LINEAR = {
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 """One group of heads, so that all ranks have the same B and C."""
-GROUPED = {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2}
+GROUPED = {
+    **{"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2},
+    "time_step_min": 1e-9,  # transformers has a lower limit on a CPU, and vLLM has none
+}
 Sizes = dict[str, Any]
 CONFIGS: dict[str, Callable[[Sizes], Any]] = {
     "qwen2-tied": lambda sizes: transformers.Qwen2Config(**sizes, tie_word_embeddings=True),
@@ -107,13 +110,22 @@ CONFIGS: dict[str, Callable[[Sizes], Any]] = {
         **sizes, **WIDE_HEADS, **LINEAR, tie_word_embeddings=False
     ),
     "llama4": lambda sizes: transformers.Llama4TextConfig(
-        **sizes, **WIDE_HEADS, **FEW_EXPERTS, intermediate_size_mlp=96, tie_word_embeddings=False
+        **sizes,
+        **WIDE_HEADS,
+        **(FEW_EXPERTS | {"num_experts_per_tok": 1}),
+        intermediate_size_mlp=96,
+        tie_word_embeddings=False,
     ),
     "gpt-neox": lambda sizes: transformers.GPTNeoXConfig(
         **{name: size for name, size in sizes.items() if name != "num_key_value_heads"}
     ),
     "falcon-h1": lambda sizes: transformers.FalconH1Config(
-        **sizes, **MAMBA, mamba_d_ssm=256, mamba_rms_norm=True, tie_word_embeddings=False
+        **sizes,
+        **MAMBA,
+        mamba_d_ssm=256,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        tie_word_embeddings=False,
     ),
     "granite-hybrid": lambda sizes: transformers.GraniteMoeHybridConfig(
         **sizes,
