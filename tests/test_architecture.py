@@ -233,6 +233,7 @@ def test_a_run_imports_its_one_tool_when_it_is_needed() -> None:
 
 
 @pytest.mark.skipif(find_spec("verl") is None, reason="a launch imports verl")
+@pytest.mark.slow
 def test_a_launch_loads_no_tool() -> None:
     code = f"import sys, {OWN_NAME}.verl_bridge.launch.prepare; print(*sys.modules)"
     done = subprocess.run(

@@ -22,7 +22,7 @@ from tests.e2e.weights import WITHOUT_GRADIENT, assert_same_weights, saved_weigh
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 5
+STEPS = 3
 FOLDER, LOSS = "ASYNC_PIPELINE_LOG_PROBS", "probed"
 """As in `probed_loss`, which imports verl."""
 TOLERANCE = 1e-5

@@ -25,7 +25,6 @@ def fork_ranks(run: Callable[[int], None], ranks: Iterable[int]) -> dict[int, st
         sending.close()
         started.append((rank, process, receiving))
 
-    gc.unfreeze()
     printed = {}
     for rank, process, receiving in started:
         with receiving:

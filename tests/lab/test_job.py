@@ -54,6 +54,25 @@ def test_a_process_is_found_in_the_middle_of_an_exec(tmp_path: Path) -> None:
         process.wait()
 
 
+def test_a_process_is_found_while_its_shell_reads_its_environment() -> None:
+    """For a moment, a shell has a zero in place of each `=`."""
+    mark = f"ASYNC_PIPELINE_TEST_SHELL_{os.getpid()}"
+    code = f"""import ctypes
+block = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
+place = next(at for at in block if ctypes.string_at(at).startswith(b"{mark}="))
+ctypes.memset(place + {len(mark)}, 0, 1)
+print(flush=True)
+input()"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, env={**os.environ, mark: "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert [one.pid for one in processes_with(mark, "1")] == [process.pid]
+        assert processes_with(mark, "") == []
+        process.kill()
+
+
 def test_a_job_writes_its_log_and_is_looked_at(tmp_path: Path) -> None:
     log, looks = tmp_path / "log", list[float]()
     process = JobProcess(["bash", "-c", "echo $WORD; exit 3"], log, {"WORD": "one"})

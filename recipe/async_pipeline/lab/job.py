@@ -139,7 +139,8 @@ def processes_with(name: str, value: str) -> list[FoundProcess]:
     """
     import psutil  # not at the top: `verify-gpu` must be able to say that it is missing
 
-    wanted = f"{name}={value}".encode()
+    # A shell that starts has a zero in place of each `=` for a moment.
+    wanted = f"\0{name}={value}\0".encode().replace(b"=", b"\0")
     found = []
 
     for pid in psutil.pids():
@@ -147,16 +148,17 @@ def processes_with(name: str, value: str) -> list[FoundProcess]:
         try:
             # Not `environ()`: it ends where a process that changed its title has overwritten the block.
             environment = _read_outside_exec(folder, "environ")
-            if wanted in environment and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                command = _read_outside_exec(folder, "cmdline")
-                found.append(FoundProcess(pid, b" ".join(command).decode(errors="replace").strip()))
+            has = wanted in b"\0%b\0" % environment.replace(b"=", b"\0")
+            if has and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                command = _read_outside_exec(folder, "cmdline").replace(b"\0", b" ")
+                found.append(FoundProcess(pid, command.decode(errors="replace").strip()))
         except (OSError, psutil.Error):
             continue
     return found
 
 
-def _read_outside_exec(folder: Path, name: str) -> list[bytes]:
-    """Return the strings of a file of a process in /proc.
+def _read_outside_exec(folder: Path, name: str) -> bytes:
+    """Return a file of a process in /proc.
 
     In the middle of an exec, environment and command line are empty; they may also be empty for good. Raises
     OSError if the process has ended, is a zombie or belongs to the kernel.
@@ -165,4 +167,4 @@ def _read_outside_exec(folder: Path, name: str) -> list[bytes]:
     while not (content := (folder / name).read_bytes()) and time.monotonic() < until:
         (folder / "exe").readlink()
         time.sleep(0.001)
-    return content.split(b"\0")
+    return content

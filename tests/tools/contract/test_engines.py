@@ -140,6 +140,7 @@ def test_each_name_alone_is_reported(tested: EngineTree) -> None:
         ("generate", "async def (self, prompt, params, request_id, *, more=..., **kwargs)"),
     ],
 )
+@pytest.mark.slow
 def test_a_harmless_change_of_a_signature_is_no_difference(
     tested: EngineTree, member: str, now: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

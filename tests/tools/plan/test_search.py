@@ -169,6 +169,7 @@ def test_more_lag_is_advised_only_if_none_was_allowed() -> None:
     assert "of a synchronous step" in judge(best, 4)[1]
 
 
+@pytest.mark.slow
 def test_no_candidate_beats_the_plan(long_tail: SearchResult) -> None:
     """Simulate a sample of all candidates."""
     best = long_tail.found[0]

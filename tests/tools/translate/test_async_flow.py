@@ -68,3 +68,10 @@ def test_staleness_and_requests_in_flight() -> None:
         f"+{OWN}.weight_sync.in_flight_policy": "keep",
     }
     assert found.unknown == []
+
+
+def test_a_part_of_a_batch_is_no_staleness() -> None:
+    found = translate_async_flow(document(async_flow={"staleness": 2.5}))
+    assert f"+{OWN}.staleness.max_lag" not in found.overrides
+    (said,) = (one.outcome for one in found.keys if one.key == "async_flow.staleness")
+    assert said.kind == "by hand" and "whole number" in said.text

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import ray
 
+from recipe.async_pipeline.verl_bridge.calls import restartable_actors
 from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.ray_nodes import start_ray
@@ -33,6 +34,12 @@ def module(load: Load) -> Iterator[ModuleType]:
 class Worker:
     def __init__(self, config: bytes, address: str | None) -> None:
         self.size = len(config)
+        self.said: list[str] = []
+        vars(restartable_actors)["say"] = self.said.append
+        restartable_actors.say_if_restarted()
+
+    def what_it_said(self) -> list[str]:
+        return self.said
 
     def report(self) -> tuple[int, int]:
         return self.size, os.getpid()
@@ -55,4 +62,7 @@ def test_a_worker_with_a_large_config_can_restart_repeatedly(module: ModuleType)
         size, pid = ray.get(first.report.remote(), timeout=HANG_S)
         pids.add(pid)
     assert len(pids) == 3
+    (said,) = ray.get(first.what_it_said.remote(), timeout=HANG_S)
+    assert said.startswith("worker_0 was started again")
+    assert ray.get(second.what_it_said.remote(), timeout=HANG_S) == []
     assert ray.get(second.report.remote(), timeout=HANG_S)[0] == LARGE

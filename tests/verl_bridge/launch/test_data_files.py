@@ -84,6 +84,9 @@ def test_rows_of_json_are_counted_and_damage_is_named(problems: Problems, tmp_pa
     for name in ("half.parquet", "good.jsonl"):
         (problem,) = problems({"data.train_files": str(tmp_path / name)})
         assert problem.startswith(f"data.train_files cannot be read: {tmp_path / name}: ")
+    good.write_text("\n".join(lines * 40)[:-5])
+    (problem,) = problems({"data.train_files": str(good)})
+    assert "its last line is not JSON" in problem
 
 
 def test_an_empty_validation_is_refused(problems: Problems, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +14,14 @@ from recipe.async_pipeline.verl_bridge.process.garbage import (
     freeze_present_objects,
     present_objects_frozen,
 )
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """As in a process that is no test."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Cycle:

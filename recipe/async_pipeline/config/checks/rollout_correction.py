@@ -198,6 +198,14 @@ _ONLY_THE_LOSS = f"set it to null, or {POLICY_LOSS}.loss_mode=vanilla, with whic
 
 
 LEFT_OUT: tuple[Refusal, ...] = (
+    *CORRECTION_ROWS,
+    Refusal(
+        f"{CORRECTION}.rollout_rs_threshold",
+        other_than(None),
+        "must be given with rollout_rs",
+        "set it to what is kept, such as '\"0.5_2.0\"' for token_k1, or rollout_rs=null",
+        lambda at: at[f"{CORRECTION}.rollout_rs"] is not None,
+    ),
     must_be_on(_ROLLOUT_LOG_PROBS, "set it", _OF_THE_ROLLOUT, _bypassed),
     must_be_on(
         _ROLLOUT_LOG_PROBS,
@@ -239,7 +247,7 @@ LEFT_OUT: tuple[Refusal, ...] = (
         _bypassed_without_correction,
     ),
 )
-"""Corrections that verl would silently leave out."""
+"""Corrections that verl would silently leave out, after wrong values: those would be refused next."""
 
 
 def check_loss_parameters(section: Mapping[str, Any]) -> None:
@@ -288,7 +296,6 @@ def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None
         check_mode,
         partial(refuse, LOSS_ROWS, at),
         partial(_require_known_keys, select(config, CORRECTION) or {}),
-        partial(refuse, CORRECTION_ROWS, at),
     )
 
 

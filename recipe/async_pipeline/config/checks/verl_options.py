@@ -265,7 +265,7 @@ def _weighs_tokens(at: Settings) -> Any:
     )
 
 
-_TRUNCATED = "together with a lag or a correction: the log-probs of engine and trainer differ then"
+_TRUNCATED = "together with a lag or a correction: the log-probs of engine and trainer may differ then"
 SAMPLING: tuple[Refusal, ...] = (
     *(
         Refusal(
@@ -275,7 +275,10 @@ SAMPLING: tuple[Refusal, ...] = (
             "leave it out, or use +async_strategy=on_policy without a correction (rollout_is=null)",
             _weighs_tokens,
         )
-        for name, *allowed in (("top_p", 1.0, None), ("top_k", -1, 0, None), ("min_p", 0.0, None))
+        for name, *allowed in (
+            *(("top_p", 1.0, None), ("top_k", -1, 0, None), ("min_p", 0.0, None)),
+            ("logprobs_mode", "processed_logprobs"),
+        )
     ),
     Refusal(
         "actor_rollout_ref.rollout.engine_kwargs.sglang.preferred_sampling_params",
@@ -284,11 +287,7 @@ SAMPLING: tuple[Refusal, ...] = (
         "set temperature, top_p, top_k or min_p of actor_rollout_ref.rollout",
     ),
 )
-"""Sampling that cuts off the distribution."""
-
-
-def _publishes_adapters(at: Settings) -> bool:
-    return publishes_adapters(at.config)
+"""Sampling that cuts off the distribution, and log-probs of another one."""
 
 
 ADAPTERS: tuple[Refusal, ...] = (
@@ -314,7 +313,7 @@ ADAPTERS: tuple[Refusal, ...] = (
         other_than("fsdp"),
         "must be fsdp2 or megatron for LoRA adapters that are not merged",
         f"set it, or {MODEL}.lora.merge=True",
-        when=_publishes_adapters,
+        when=lambda at: publishes_adapters(at.config),
     ),
     Refusal(
         "actor_rollout_ref.actor.strategy",
@@ -328,7 +327,7 @@ ADAPTERS: tuple[Refusal, ...] = (
         other_than(None, "dummy"),
         "must not be dummy for LoRA adapters, whose base is not published",
         f"set it to auto, or {MODEL}.lora.merge=True",
-        when=_publishes_adapters,
+        when=lambda at: publishes_adapters(at.config),
     ),
 )
 WITH_CRITIC: tuple[Refusal, ...] = (

@@ -132,6 +132,7 @@ MOVED: Mapping[str, Moved] = {
     f"{_RM}.model.fsdp_config": _SERVED,
     f"{_RM}.model.trust_remote_code": _SERVED,
     f"{_RM}.model.external_lib": _SERVED,
+    f"{_RM}.model.input_tokenizer": _SERVED,
     f"{_RM}.micro_batch_size": _SERVED,
     f"{_RM}.micro_batch_size_per_gpu": _SERVED,
     f"{_RM}.use_dynamic_bsz": _SERVED,
@@ -155,6 +156,8 @@ MOVED: Mapping[str, Moved] = {
     f"{_ACTOR}.megatron.grad_offload": _GRADIENTS,
     "actor_rollout_ref.ref.megatron.grad_offload": _GRADIENTS,
     "critic.megatron.grad_offload": _GRADIENTS,
+    "trainer.val_generations_to_log_to_wandb": Moved("trainer.log_val_generations"),
+    "trainer.remove_previous_ckpt_in_save": _gone("trainer.max_actor_ckpt_to_keep deletes older checkpoints"),
     "trainer.use_legacy_worker_impl": _gone("verl has one implementation of its workers"),
     "trainer.default_hdfs_dir": _gone("verl's V1 trainer copies no checkpoint"),
     # Truncated importance sampling: verl up to 0.6.

@@ -44,6 +44,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "truncates it on the left",
     "data.tokenizer": "actor_rollout_ref.model.tokenizer_path is read",
     "data.trust_remote_code": _read("actor_rollout_ref.model.trust_remote_code"),
+    "data.gen_batch_size": "the lag bounds what is generated ahead",
     "data.return_raw_input_ids": _DATA,
     "data.return_raw_chat": _DATA,
     "data.return_full_prompt": _DATA,

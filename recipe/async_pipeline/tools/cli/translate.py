@@ -116,7 +116,7 @@ def in_words(found: TranslatedFile, problems: Collection[str]) -> Iterator[str]:
     for one in found.keys:
         became = [f"{path}={hydra_value(value)}" for path, value in one.outcome.overrides.items()]
         text = "; ".join(filter(None, [", ".join(became), one.outcome.text]))
-        yield f"  {one.outcome.kind:13}  {one.key}={shown(one.key, one.value)}  ->  {text}"
+        yield f"  {one.outcome.kind:13}  {one.key}={shown(one.key, one.value)}  ->  {text or 'the same here'}"
     yield ""
     yield "overrides for `python -m verl.trainer.main_ppo`:"
     yield from (f"  {override}" for override in overrides_of(found))

@@ -83,6 +83,8 @@ def _rollout_devices(name: str) -> Any:
 
 def _staleness(value: Any, document: Document) -> Outcome:
     """(staleness + 1) batches may be in flight or waiting."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        return Outcome("by hand", text=f"+{OWN}.staleness.max_lag is a whole number of versions")
     return Outcome("set", {f"+{OWN}.staleness.max_lag": value}, f"{value + 1} batches in flight or waiting")
 
 

@@ -21,6 +21,7 @@ from ...errors import RolloutError
 from .. import replaced
 from ..calls.control_calls import CONTROL, GIVE_UP, ControlCalls, control
 from ..calls.direct_calls import Address, DirectCalls
+from ..calls.restartable_actors import say_if_restarted
 from ..launch.run_config import knobs_of
 from ..process.garbage import freeze_present_objects
 from ..reward.responses import Response
@@ -76,6 +77,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         replaced.apply("agent loops")
+        say_if_restarted()
         super().__init__(*args, **kwargs)
         count_cores_once()
         if self.reward_loop_worker_handles is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import ray
 
+from ..trainer.reporting.terminal import say
+
 RESTARTS = 10
 """Restarts of one actor in a run, on another node if needed.
 
@@ -33,6 +35,14 @@ def restartable(
         max_restarts=restarts, max_task_retries=-1, concurrency_groups=dict(groups or {}), **options
     )
     return RestartableActorClass(actor(cls))
+
+
+def say_if_restarted() -> None:
+    """Print a line if this actor's process replaces one that has ended."""
+    context = ray.get_runtime_context()
+    if context.worker.mode == ray.WORKER_MODE and context.was_current_actor_reconstructed:
+        name = context.get_actor_name() or "a worker"
+        say(f"{name} was started again, since its process or node had ended; its calls are repeated")
 
 
 class RestartableActorClass:

@@ -27,6 +27,8 @@ FORMATS = (".parquet", ".json", ".jsonl")
 """What verl's data set reads."""
 WHOLE_JSON_BYTES = 64 << 20
 """A larger JSON file that is one array is not read here."""
+LAST_BYTES = 4 << 20
+"""The end of a file of JSON lines that is read: its last line, if that is not longer."""
 
 
 class InputFault(NamedTuple):
@@ -202,6 +204,12 @@ def _read_json(path: Path, enough: int) -> _Contents:
         lines = (line for line in file if line.strip())
         first = next(lines, b"")
         rest = sum(1 for line, _ in zip(lines, range(enough), strict=False))
+        file.seek(max(0, path.stat().st_size - LAST_BYTES))
+        end = file.read().rstrip().rpartition(b"\n")
+        try:
+            json.loads(end[2] if end[1] else b"{}")
+        except ValueError:
+            raise ValueError("its last line is not JSON, perhaps cut off by a copy") from None
         return _like(path, json.loads(first), 1 + rest) if first else _Contents(str(path), 0, None)
 
 

@@ -15,7 +15,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
 
 from ..calls.direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
-from ..calls.restartable_actors import restartable
+from ..calls.restartable_actors import restartable, say_if_restarted
 from .executor import only_errors
 from .naive_scoring import Scorer, scorer_of
 from .responses import PlainData, Response
@@ -28,6 +28,7 @@ class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
     _scorer: Scorer | None = None
 
     def _init_reward_fn(self) -> None:
+        say_if_restarted()
         super()._init_reward_fn()
         self._direct = DirectCalls(compute_plain=self.compute_plain)
         if callable(getattr(self.reward_manager, "compute_score", None)):
