@@ -65,6 +65,19 @@ ENCODER = {
     "out_hidden_size": 128,
     "fullatt_block_indexes": [1],
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+"""One group of heads, so that all ranks have the same B and C."""
+GROUPED = {
+    **{"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2},
+    "time_step_min": 1e-9,  # transformers has a lower limit on a CPU, and vLLM has none
+}
 Sizes = dict[str, Any]
 CONFIGS: dict[str, Callable[[Sizes], Any]] = {
     "qwen2-tied": lambda sizes: transformers.Qwen2Config(**sizes, tie_word_embeddings=True),
@@ -84,6 +97,53 @@ CONFIGS: dict[str, Callable[[Sizes], Any]] = {
     ),
     "gpt-oss": lambda sizes: transformers.GptOssConfig(
         **sizes, **WIDE_HEADS, **FEW_EXPERTS, swiglu_limit=7.0, tie_word_embeddings=False
+    ),
+    "qwen3-next": lambda sizes: transformers.Qwen3NextConfig(
+        **sizes,
+        **WIDE_HEADS,
+        **EXPERTS,
+        **LINEAR,
+        shared_expert_intermediate_size=64,
+        tie_word_embeddings=False,
+    ),
+    "qwen3.5": lambda sizes: transformers.Qwen3_5TextConfig(
+        **sizes, **WIDE_HEADS, **LINEAR, tie_word_embeddings=False
+    ),
+    "llama4": lambda sizes: transformers.Llama4TextConfig(
+        **sizes,
+        **WIDE_HEADS,
+        **(FEW_EXPERTS | {"num_experts_per_tok": 1}),
+        intermediate_size_mlp=96,
+        tie_word_embeddings=False,
+    ),
+    "gpt-neox": lambda sizes: transformers.GPTNeoXConfig(
+        **{name: size for name, size in sizes.items() if name != "num_key_value_heads"}
+    ),
+    "falcon-h1": lambda sizes: transformers.FalconH1Config(
+        **sizes,
+        **MAMBA,
+        mamba_d_ssm=256,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        tie_word_embeddings=False,
+    ),
+    "granite-hybrid": lambda sizes: transformers.GraniteMoeHybridConfig(
+        **sizes,
+        **MAMBA,
+        **FEW_EXPERTS,
+        layer_types=["mamba", "attention"],
+        shared_intermediate_size=64,
+        tie_word_embeddings=False,
+    ),
+    "nemotron-h": lambda sizes: transformers.NemotronHConfig(
+        **{name: size for name, size in sizes.items() if name != "num_hidden_layers"},
+        **WIDE_HEADS,
+        **GROUPED,
+        layers_block_type=["mamba", "attention", "mlp"],
+        tie_word_embeddings=False,
+    ),
+    "granite-moe": lambda sizes: transformers.GraniteMoeConfig(
+        **sizes, **FEW_EXPERTS, tie_word_embeddings=False
     ),
     "qwen2.5-vl": lambda sizes: transformers.Qwen2_5_VLConfig(
         text_config={**sizes, "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]}},

@@ -27,7 +27,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import keep_weights_unpacked
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
-from recipe.async_pipeline.weight_sync.engine.engine_adapter import Expected
+from recipe.async_pipeline.weight_sync.engine.engine_adapter import Conversion, Expected
 from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
 from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Named
 from recipe.async_pipeline.weight_sync.memory.manifest import TensorEntry
@@ -143,6 +143,9 @@ class ModelRank(RecordingAdapter):
 
     def expected(self, entry: TensorEntry) -> Expected | None:
         return self._table.expected(entry)
+
+    def converted(self) -> Mapping[str, Conversion]:
+        return self._table.converted
 
 
 class PictureModel(torch.nn.Module):

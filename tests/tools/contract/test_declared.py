@@ -158,9 +158,11 @@ IN_AN_ENGINE: Mapping[str, str] = {
 
 OF_PYTHON_AND_TORCH = {
     *("append", "get", "index", "items", "keys", "partition", "pop", "removeprefix", "removesuffix"),
-    *("rpartition", "setdefault", "startswith", "strip", "values", "__module__", "__qualname__"),
+    *("rpartition", "setdefault", "startswith", "strip", "values"),
+    *("__module__", "__mro__", "__name__", "__qualname__"),
     *("done", "result", "set_exception", "set_result"),
-    *("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters", "get_submodule"),
+    *("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters"),
+    *("get_submodule", "modules"),
     *("named_buffers", "named_modules", "named_parameters"),
     *("copy_", "data", "detach", "dim", "itemsize", "shape", "to", "transpose", "view"),
 }
@@ -172,7 +174,7 @@ NOT_OF_AN_ENGINE: Mapping[str, set[str]] = {
         *("answer", "facts", "load", "salts", "stage", "versioned"),  # of `CheckedEngine`
         *("models", "reports", "tensors_proved", "wrong"),
     },
-    "verl_bridge/rollout/served_layout.py": {"published", "replicas", "served"},  # of `FusedPart`
+    "verl_bridge/rollout/served_parts.py": {"published", "replicas", "served"},  # of `FusedPart`
     "verl_bridge/rollout/sglang/generations.py": {"size"},  # of torch's group
     "verl_bridge/rollout/sglang/lora.py": {"name"},  # of `TensorEntry`
     "verl_bridge/rollout/vllm/adapter.py": {
@@ -281,6 +283,7 @@ OF_OTHERS: Mapping[str, set[str]] = {
         *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias"),
     },
     "verl_bridge/rollout/vllm/block_fp8.py": {"_scale_inv"},  # see BUILT_NAMES
+    "verl_bridge/rollout/vllm/declared_layers.py": {"GPTNeoXAttention"},  # of a model that 0.32 lacks
     "verl_bridge/rollout/vllm/engine.py": {"drain", "freeze"},  # this package's
     "verl_bridge/rules/sglang_rules.py": {
         *("num_experts", "num_local_experts", "n_routed_experts", "intermediate_size"),

@@ -19,9 +19,16 @@ from recipe.async_pipeline.verl_bridge.rules.expert_backends import (
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128}
 
 
-def config(engine: str, device: str = "cuda", quantization: str | None = None, **arguments: Any) -> Any:
+def config(
+    engine: str,
+    device: str = "cuda",
+    quantization: str | None = None,
+    lora: Any = None,
+    **arguments: Any,
+) -> Any:
     rollout = {"name": engine, "quantization": quantization, "engine_kwargs": {engine: arguments}}
-    return OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "trainer": {"device": device}})
+    role = {"rollout": rollout, "model": {"lora": lora or {}}}
+    return OmegaConf.create({"actor_rollout_ref": role, "trainer": {"device": device}})
 
 
 @pytest.mark.parametrize("engine", ARGUMENT)
@@ -44,6 +51,8 @@ def test_the_kernels_are_set_with_one_line(engine: str, described: Any, chosen: 
         ({}, {"model_type": "gpt_oss", "num_local_experts": 32}),
         ({"device": "cpu"}, EXPERTS),
         ({"quantization": "fp8"}, EXPERTS),
+        ({"lora": {"rank": 8}}, EXPERTS),
+        ({"lora": {"rank": 8}, "moe_backend": "auto"}, EXPERTS),
         ({"moe_backend": "cutlass"}, EXPERTS),
         ({"moe-backend": "aiter"}, EXPERTS),
     ],
@@ -54,6 +63,20 @@ def test_other_runs_are_left_alone(changes: dict[str, Any], described: dict[str,
     check_expert_kernels(of_run, described)
     assert set_expert_kernels(of_run, described) is None
     assert OmegaConf.to_container(of_run) == before
+
+
+def test_kernels_that_vllm_does_not_read_with_adapters_are_named() -> None:
+    of_run = config("vllm", lora={"rank": 8}, moe_backend="flashinfer_trtllm")
+    check_expert_kernels(of_run, EXPERTS)
+    line = set_expert_kernels(of_run, EXPERTS)
+    path = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend"
+    assert line == f"{path}=flashinfer_trtllm has no effect with adapters that are not merged"
+    assert set_expert_kernels(config("vllm", "cpu", lora={"rank": 8}, moe_backend="triton"), EXPERTS) is None
+
+
+def test_merged_adapters_are_published_as_weights() -> None:
+    line = set_expert_kernels(config("vllm", lora={"rank": 8, "merge": True}), EXPERTS)
+    assert line is not None and "moe_backend=triton" in line
 
 
 @pytest.mark.parametrize(

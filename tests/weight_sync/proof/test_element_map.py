@@ -56,8 +56,11 @@ def test_a_repeated_element_is_not_one_to_one() -> None:
     assert not view_of(torch.arange(9).as_strided((3, 4), (2, 1))).one_to_one
 
 
-def test_narrow_and_select_agree_with_torch() -> None:
+def test_views_of_views_agree_with_torch() -> None:
     whole = numbered().view(3, 2, 4)
+    assert view_of(numbered()).split(0, (3, 2)) == view_of(whole)
+    assert view_of(whole).exchanged() == view_of(whole.transpose(-2, -1))
+    assert view_of(whole).exchanged(0, 1) == view_of(whole.transpose(0, 1))
     assert view_of(whole).narrow(2, 1, 2) == view_of(whole.narrow(2, 1, 2))
     assert view_of(whole).select(0, 2) == view_of(whole.select(0, 2))
 

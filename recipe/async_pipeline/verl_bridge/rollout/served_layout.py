@@ -2,21 +2,34 @@
 """Where an engine's own tables place a published tensor: names, parts of fused tensors and shards.
 
 Read from the modules that compute with the tensors, not from a load: `map_check.py` compares the two.
-Tensors that these tables do not explain are left to the checks of order and coverage. The layers of all
-engines have the same attributes.
+Tensors that these tables do not explain are left to the checks of order and coverage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ...weight_sync.engine.engine_adapter import Expected
+from ...weight_sync.engine.engine_adapter import Conversion, Expected
 from ...weight_sync.memory.manifest import TensorEntry
 from ...weight_sync.proof.element_map import Piece, View
+from .served_parts import (
+    NOTHING,
+    Declare,
+    Declared,
+    Experts,
+    Layers,
+    Stacked,
+    Target,
+    parts_of,
+    place_parts,
+    place_rows,
+    rank_and_size,
+)
 
 DROPPED = "the engine's mapper drops its name"
 UNUSED = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -33,64 +46,36 @@ RENAMED = {"qkv": "qkv_proj"}
 EXPERT_NAMES = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"))
 """The names of an expert's matrices in checkpoints: gate, down and up."""
 
-Shard = str | int | tuple[int, ...]
-"""The name or number of one part of a fused tensor, or the numbers of several consecutive parts."""
-ExpertSlot = tuple[str, str, int, str]
-"""Of an engine's table of experts: the parameter, the published name, the expert, and which matrix it is."""
-
-
-class Target(NamedTuple):
-    """The served tensor that a published one belongs to."""
-
-    served: str
-    part: Shard | list[Shard] | None
-    """Which part of a fused tensor, or None if it is the whole. Several parts have the same values."""
-
-
-class FusedPart(NamedTuple):
-    """One part of a fused tensor, along the axis that is sharded."""
-
-    published: int
-    """Rows of the whole published part."""
-    served: int
-    """Rows that each rank serves."""
-    replicas: int
-    """Number of neighbouring ranks that serve the same rows."""
-
-
-class Layers(NamedTuple):
-    """An engine's classes of layers that are sharded."""
-
-    column: Any
-    merged: Any
-    """Several matrices on top of each other."""
-    qkv: Any
-    row: Any
-    embedding: Any
-
-
-class Experts(NamedTuple):
-    """How an engine keeps the experts of a layer, which have their matrices in `w13_*` and `w2_*`."""
-
-    table: Callable[[Any], Sequence[ExpertSlot]]
-    """The place of each expert's matrix in a layer."""
-    rank_and_size: Callable[[Any], tuple[int, int]]
-    """The rank of a layer, and the number of ranks that share one expert."""
-    up_first: Callable[[Any], bool]
-    """Whether a layer has up above gate."""
-    stacked: Callable[[Any], Mapping[str, str]]
-    """The parameters that are published with all experts in one tensor, by published name."""
-
 
 class ServedLayout:
     """The tables of one model on one rank."""
 
     def __init__(
-        self, model: torch.nn.Module, layers: Layers, packed: Mapping[str, list[str]], experts: Experts
+        self,
+        model: torch.nn.Module,
+        layers: Layers,
+        packed: Mapping[str, list[str]],
+        experts: Experts,
+        declare: Declare = lambda layer: NOTHING,
     ) -> None:
         """`packed`: the modules that are fused into one, by its name."""
         self._model, self._layers, self._engine = model, layers, experts
         self._packed = {**FUSED, **packed}
+        declared = {layer: declare(layer) for layer in model.modules()}
+        self._declared = {layer: found for layer, found in declared.items() if found is not NOTHING}
+        self._stacked = {
+            layer: found.stacked
+            for above, found in self._declared.items()
+            if found.stacked is not None
+            for layer in above.modules()
+        }
+        """How experts below a layer are published."""
+        self.converted: Mapping[str, Conversion] = {
+            f"{path}.{leaf}": partial(_convert, getattr(layer, leaf), conversion)
+            for path, layer in model.named_modules()
+            for leaf, conversion in declared[layer].converted.items()
+        }
+        """How elements of served tensors follow from published ones, by tensor, if they are no copies."""
         self._slots: dict[Any, dict[str, list[tuple[str, int, str]]]] = {}
         """The table of experts of each layer, by the start of published names."""
         every = dict(model.named_parameters(remove_duplicate=False))
@@ -114,6 +99,10 @@ class ServedLayout:
         target = self._target(prefix + rest, part)
         return None if target is None else self._of_module(target, entry.shape)
 
+    def _at(self, path: str) -> Declared:
+        """Return what the layer at a path declares."""
+        return self._declared.get(self._model.get_submodule(path), NOTHING)
+
     def _descend(self, name: str) -> tuple[torch.nn.Module | None, str, str, Any] | None:
         """Follow a name as the loaders do: each module may map the names below it.
 
@@ -130,6 +119,7 @@ class ServedLayout:
                     return None
                 rest, found = mapped
                 part = part if found is None else found
+            rest = self._declared.get(module, NOTHING).renamed.get(rest, rest)
             if "routed_experts" in module._modules:
                 module, prefix = module.get_submodule("routed_experts"), f"{prefix}routed_experts."
                 rest = rest.removeprefix("routed_experts.")
@@ -166,27 +156,35 @@ class ServedLayout:
     def _of_module(self, target: Target, shape: tuple[int, ...]) -> Expected | None:
         served = self._tensor(target.served)
         assert served is not None
-        module = self._model.get_submodule(target.served.rpartition(".")[0])
+        path, _, leaf = target.served.rpartition(".")
+        module, layer = self._model.get_submodule(path), self._at(path)
         output, reduced = getattr(served, "output_dim", None), getattr(served, "input_dim", None)
         whole = View(0, tuple(served.shape), served.stride())
 
+        if leaf in layer.sharded:
+            rows = served.shape[0]
+            return place_rows(target.served, shape, whole, 0, layer.rank * rows, 0, rows)
         if isinstance(module, self._layers.embedding) and output is not None:
             indices = module.shard_indices
             start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
-            return _piece(target.served, shape, whole, output, start, 0, end - start)
+            return place_rows(target.served, shape, whole, output, start, 0, end - start)
         if isinstance(module, self._layers.column) and output is not None:
-            parts, rank = parts_of(module, self._layers), rank_and_size(module)[0]
+            above, _, own = path.rpartition(".")
+            declared, rank = self._at(above), rank_and_size(module)[0]
+            parts = declared.parts.get(own) or parts_of(module, self._layers)
             if not isinstance(target.part, list):
-                return _parts(parts, rank, target, shape, whole, output)
+                return place_parts(parts, rank, target, shape, whole, output, declared.arranged.get(own))
             # The same values in several parts.
             every = [
-                _parts(parts, rank, Target(target.served, part), shape, whole, output) for part in target.part
+                place_parts(parts, rank, Target(target.served, part), shape, whole, output)
+                for part in target.part
             ]
             pieces = [one.pieces for one in every if one is not None]
             return Expected(tuple(chain.from_iterable(pieces))) if len(pieces) == len(every) else None
         if isinstance(module, self._layers.row) and reduced is not None and len(shape) > reduced:
             length = served.shape[reduced]
-            return _piece(target.served, shape, whole, reduced, rank_and_size(module)[0] * length, 0, length)
+            first = rank_and_size(module)[0] * length
+            return place_rows(target.served, shape, whole, reduced, first, 0, length)
         if target.part is None and tuple(served.shape) == tuple(shape):
             return Expected((Piece(View.whole(shape), target.served, whole),))
         return None
@@ -221,34 +219,37 @@ class ServedLayout:
         return Expected(tuple(pieces))
 
     def _all_experts(self, experts: Any, served_name: str, shape: tuple[int, ...]) -> Expected | None:
-        """Find the matrices or biases of all experts, published in one tensor.
-
-        gpt-oss publishes them as [expert, input, output], and engines serve [expert, output, input]. Gate and
-        up alternate in both.
-        """
-        leaf = served_name.rpartition(".")[2]
+        """Find the matrices or biases of all experts, published in one tensor."""
+        leaf, stacked = served_name.rpartition(".")[2], self._stacked.get(experts, Stacked())
         served = self._view_of(experts, getattr(experts, leaf))
         slots = [experts._map_global_expert_id_to_local_expert_id(expert) for expert in range(shape[0])]
         held = [expert for expert, slot in enumerate(slots) if slot >= 0]
         if not held or len(shape) != len(served.shape) or [slots[e] for e in held] != list(range(len(held))):
             return None
-        whole = View.whole(shape)
-        source = whole.exchanged() if len(shape) == 3 else whole
+        if held != list(range(held[0], held[0] + len(held))):
+            return None
+        source = View.whole(shape)
+        source = source.exchanged() if stacked.exchanged and len(shape) == 3 else source
+        halves = [(source, served)]
+        if leaf.startswith("w13") and not stacked.alternate:
+            lower = self._engine.up_first(experts)
+            halves = [(_half(source, index), _half(served, index ^ lower)) for index in (0, 1)]
         rank, size = self._engine.rank_and_size(experts)
-        if leaf.startswith("w13") or len(shape) == 3:
-            axis = 1 if leaf.startswith("w13") else 2
-            length = source.shape[axis] // size
-            source = source.narrow(axis, rank * length, length)
-        elif rank:
-            return Expected(())  # the output of all ranks is summed, and only the first one adds the bias
-        if any(has > room for has, room in zip(source.shape[1:], served.shape[1:], strict=True)):
-            return None
-        target, first = served.narrow(0, 0, len(held)), held[0]
-        for axis in range(1, len(shape)):
-            target = target.narrow(axis, 0, source.shape[axis])
-        if held != list(range(first, first + len(held))):
-            return None
-        return Expected((Piece(source.narrow(0, first, len(held)), served_name, target),))
+        pieces = []
+        for source, target in halves:
+            if leaf.startswith("w13") or len(shape) == 3:
+                axis = 1 if leaf.startswith("w13") else 2
+                length = source.shape[axis] // size
+                source = source.narrow(axis, rank * length, length)
+            elif rank:
+                return Expected(())  # the output of all ranks is summed, and only the first one adds the bias
+            if any(has > room for has, room in zip(source.shape[1:], target.shape[1:], strict=True)):
+                return None
+            target = target.narrow(0, 0, len(held))
+            for axis in range(1, len(shape)):
+                target = target.narrow(axis, 0, source.shape[axis])
+            pieces.append(Piece(source.narrow(0, held[0], len(held)), served_name, target))
+        return Expected(tuple(pieces))
 
     @staticmethod
     def _view_of(experts: Any, served: torch.Tensor) -> View:
@@ -269,6 +270,17 @@ class ServedLayout:
         published, _, leaf = f"experts.{rest}".rpartition(".")
         slots = self._slots[experts].get(f"{published}.", ())
         return [(parameter + leaf, expert, shard) for parameter, expert, shard in slots]
+
+
+def _convert(served: torch.Tensor, conversion: Conversion, values: torch.Tensor) -> torch.Tensor:
+    """Convert values as the engine does: on its device, in its precision."""
+    return conversion(values.to(served.device, served.dtype)).cpu()
+
+
+def _half(view: View, index: int) -> View:
+    """Return the upper or the lower half of all experts' rows."""
+    rows = view.shape[1] // 2
+    return view.narrow(1, index * rows, rows)
 
 
 def mapped_name(mapper: Any, name: str) -> tuple[str, Any] | None:
@@ -292,69 +304,3 @@ def holds_experts(module: torch.nn.Module) -> bool:
     return hasattr(module, "_map_global_expert_id_to_local_expert_id") and any(
         name.startswith("w13_") for name in module._parameters
     )
-
-
-def rank_and_size(layer: Any) -> tuple[int, int]:
-    """Return the rank of a layer that is sharded, and the number of its ranks."""
-    if hasattr(layer, "tp_size"):
-        return layer.tp_rank, layer.tp_size
-    # Newer versions of SGLang keep the group instead, or None for a layer that is not sharded.
-    group = layer.tp_group
-    return (0, 1) if group is None else (group.rank_in_group, group.world_size)
-
-
-def parts_of(module: Any, layers: Layers) -> dict[str | int, FusedPart]:
-    """Return the parts of a column-parallel layer, in their order."""
-    size = rank_and_size(module)[1]
-    if isinstance(module, layers.qkv):
-        replicas = module.num_kv_head_replicas
-        return {
-            "q": FusedPart(module.total_num_heads * module.head_size, module.num_heads * module.head_size, 1),
-            "k": FusedPart(
-                module.total_num_kv_heads * module.head_size, module.num_kv_heads * module.head_size, replicas
-            ),
-            "v": FusedPart(
-                module.total_num_kv_heads * module.v_head_size,
-                module.num_kv_heads * module.v_head_size,
-                replicas,
-            ),
-        }
-    sizes = module.output_sizes if isinstance(module, layers.merged) else [module.output_size]
-    return {index: FusedPart(rows, rows // size, 1) for index, rows in enumerate(sizes)}
-
-
-def _parts(
-    parts: Mapping[str | int, FusedPart],
-    rank: int,
-    target: Target,
-    shape: tuple[int, ...],
-    whole: View,
-    axis: int,
-) -> Expected | None:
-    """Return the pieces of one part of a fused tensor, of all parts if they are published as one."""
-    if type(target.part) is int and "q" in parts:
-        target = target._replace(part=("q", "k", "v")[target.part])
-    several = target.part if isinstance(target.part, tuple) else [target.part]
-    chosen: list[Any] = list(parts) if target.part is None else [*several]
-    if any(part not in parts for part in chosen):
-        return None
-    if shape[axis] != sum(parts[part].published for part in chosen):
-        return None
-
-    found: list[Piece] = []
-    source = place = 0
-    for name, part in parts.items():
-        if name in chosen:
-            first = source + rank // part.replicas * part.served
-            found += _piece(target.served, shape, whole, axis, first, place, part.served).pieces
-            source += part.published
-        place += part.served
-    return Expected(tuple(found))
-
-
-def _piece(
-    served: str, shape: tuple[int, ...], whole: View, axis: int, source: int, place: int, length: int
-) -> Expected:
-    """Return the piece of `length` rows or columns from `source` to `place`."""
-    part = View.whole(shape).narrow(axis, source, length)
-    return Expected((Piece(part, served, whole.narrow(axis, place, length)),) if part.numel else ())

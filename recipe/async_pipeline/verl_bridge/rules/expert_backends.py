@@ -3,6 +3,8 @@
 
 Except on Hopper, vLLM and SGLang prefer FlashInfer's kernels for experts in bfloat16, and exchange and
 shuffle rows for them after a load. The served weights could then be neither proved nor updated in place.
+With adapters, the base keeps the weights of its files, and vLLM chooses its kernels without reading the
+argument; they may reorder the base, which is not published.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from ...config.derived.adapters import publishes_adapters
 from ...errors import ConfigError
 from .sglang_rules import EXPERTS
 
@@ -31,6 +34,7 @@ def check_expert_kernels(config: DictConfig, described: Mapping[str, Any]) -> No
     path, chosen = _chosen(config)
     if (
         chosen is not None
+        and not publishes_adapters(config)
         and _is_concerned(config, described)
         and str(chosen).replace("-", "_").startswith(REORDERING)
     ):
@@ -41,12 +45,17 @@ def check_expert_kernels(config: DictConfig, described: Mapping[str, Any]) -> No
 
 
 def set_expert_kernels(config: DictConfig, described: Mapping[str, Any]) -> str | None:
-    """Set the kernels of experts unless the user has; return a line for the user, or None if nothing changed.
+    """Set the kernels of experts unless the user has; return a line for the user, or None without news.
 
     `described` is the model's `config.json`.
     """
     path, chosen = _chosen(config)
-    if chosen not in (None, "auto") or not _is_concerned(config, described):
+    if not _is_concerned(config, described):
+        return None
+    automatic = chosen in (None, "auto")
+    if publishes_adapters(config):
+        return None if automatic else f"{path}={chosen} has no effect with adapters that are not merged"
+    if not automatic:
         return None
     with open_dict(config):
         OmegaConf.update(config, path, KERNELS, force_add=True)

@@ -75,6 +75,10 @@ class RecordingAdapter(ABC):
         """Return the served tensors that are not copies of published ones."""
         return ()
 
+    def converted(self) -> Mapping[str, Conversion]:
+        """Return how elements of served tensors follow from published ones, by tensor, if not by a cast."""
+        return {}
+
     def conversion(self) -> Convert | None:
         """Return how tensors of the current layout are converted, or None if the engine only copies them.
 
@@ -142,7 +146,8 @@ class RecordingAdapter(ABC):
         if self.device.type == "cuda":
             # For the next version in this memory; the engine must not wait for it now.
             threading.Thread(target=self._pinning(manifest), name="pin", daemon=True).start()
-        return Delivered(tensors, self._elements, self.expected, self._converted, self.computed())
+        conversions = {**self._converted, **self.converted()}
+        return Delivered(tensors, self._elements, self.expected, conversions, self.computed())
 
     def _staged(self, version: int) -> StandbyCopy | StandbyConversion | None:
         """Return what holds a staged version, or None if that failed: the load from host memory remains."""

@@ -68,10 +68,19 @@ class View(NamedTuple):
             self.stride[:axis] + self.stride[axis + 1 :],
         )
 
-    def exchanged(self) -> View:
-        """Return the view with its last two axes exchanged."""
-        (*before, a, b), (*strides, c, d) = self.shape, self.stride
-        return View(self.offset, (*before, b, a), (*strides, d, c))
+    def exchanged(self, one: int = -2, other: int = -1) -> View:
+        """Return the view with two axes exchanged, the last two by default."""
+        shape, stride = [*self.shape], [*self.stride]
+        for axes in (shape, stride):
+            axes[one], axes[other] = axes[other], axes[one]
+        return View(self.offset, tuple(shape), tuple(stride))
+
+    def split(self, axis: int, sizes: Sequence[int]) -> View:
+        """Return the view with one axis as several, of these sizes."""
+        steps = [step * self.stride[axis] for step in contiguous_strides(sizes)]
+        shape, stride = [*self.shape], [*self.stride]
+        shape[axis : axis + 1], stride[axis : axis + 1] = sizes, steps
+        return View(self.offset, tuple(shape), tuple(stride))
 
     def find(self, positions: Positions) -> tuple[HeldElements, list[Positions]]:
         """Return which positions of the tensor are in this view, and the index of each of those.

@@ -34,7 +34,7 @@ from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import encode
 from tests import HANG_S
-from tests.fakes.checkpoints import make, train
+from tests.fakes.checkpoints import SIZES, make, train
 
 EXTENSION = "tests.verl_bridge.rollout.vllm.engine_matrix.SabotagedWorker"
 SWAP = "ASYNC_PIPELINE_TEST_SWAP"
@@ -123,7 +123,8 @@ class Cell:
             wanted, wanted_scores = self.transformers_says()
             furthest = max(abs(a - b) for a, b in zip(scores, wanted_scores, strict=True))
             versions.append(report | {"tokens": tokens, "wanted": wanted, "furthest": furthest})
-        names = [name for name, _ in self.model.named_parameters() if name.endswith("norm.weight")]
+        norms = [one for one in self.model.named_parameters() if one[0].endswith("norm.weight")]
+        names = [name for name, weight in norms if weight.numel() == SIZES["hidden_size"]]
         self._swap.write_text(json.dumps(names[:2]))
         try:
             self.publish(4, reverse=True)  # another layout, so that the loader runs again

@@ -26,10 +26,13 @@ MODELS = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
 Cell = tuple[str, int]
 """A model, and its number of ranks."""
 Reports = Callable[[Cell], dict[str, Any]]
+REORDERED = ("gpt-neox", "granite-hybrid", "falcon-h1", "nemotron-h", "llama4")
+"""Models whose loaders do more than copy, so that no version is staged; see `test_declared_layers.py`."""
 CELLS: tuple[Cell, ...] = (("phi3-fused", 1), ("qwen3-moe", 2))
 """Weights that are joined in the checkpoint, experts, one rank and two. Whole jobs serve tied embeddings."""
-SLOW_CELLS: tuple[Cell, ...] = tuple(
-    (model, ranks) for ranks in (1, 2) for model in MODELS if (model, ranks) not in CELLS
+SLOW_CELLS: tuple[Cell, ...] = (
+    *((model, ranks) for ranks in (1, 2) for model in MODELS if (model, ranks) not in CELLS),
+    *((model, 1) for model in ("granite-moe", *REORDERED)),
 )
 """`test_layout.py` loads these models rank by rank, without an engine."""
 CLOSE = 1e-4
@@ -93,13 +96,13 @@ every_cell = pytest.mark.parametrize("cell", [marked(cell) for cell in (*CELLS, 
 
 @every_cell
 def test_three_versions_are_proved_and_computed_with(cell: Cell, report_of: Reports) -> None:
-    """Through the loader, by repeated copies, and staged during generation."""
+    """Through the loader, by repeated copies, and staged during generation if the loader only copies."""
     versions = report_of(cell)["versions"]
     for report in versions:
         assert report["proved"] == [report["published"]] * cell[1]
         assert report["tokens"] == report["wanted"]
         assert report["furthest"] < CLOSE
-    assert [report["staged"] for report in versions] == [None, None, True]
+    assert [report["staged"] for report in versions] == [None, None, cell[0] not in REORDERED]
     assert len({tuple(report["tokens"]) for report in versions}) > 1, "the versions differ"
 
 

@@ -14,6 +14,7 @@ FILES: Mapping[str, str] = {
     "lab/bench/jobs/weight_updates/sglang_steps.py": "benchmarks",
     "verl_bridge/replaced.py": "start of an engine",
     "verl_bridge/rollout/served_layout.py": "proof",
+    "verl_bridge/rollout/served_parts.py": "proof",
     "verl_bridge/rollout/served_tensors.py": "proof",
     "verl_bridge/rollout/sglang/adapter.py": "weight load",
     "verl_bridge/rollout/sglang/arguments.py": "start of an engine on a CPU",

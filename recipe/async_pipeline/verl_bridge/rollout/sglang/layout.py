@@ -14,7 +14,8 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ..served_layout import EXPERT_NAMES, Experts, ExpertSlot, Layers, ServedLayout
+from ..served_layout import EXPERT_NAMES, ServedLayout
+from ..served_parts import Experts, ExpertSlot, Layers
 
 LAYERS = Layers(
     ColumnParallelLinear,

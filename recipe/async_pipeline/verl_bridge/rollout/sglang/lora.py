@@ -20,7 +20,7 @@ from ....weight_sync.engine.copy_plan import view_of
 from ....weight_sync.engine.engine_adapter import Delivered, Expected
 from ....weight_sync.memory.manifest import Manifest, TensorEntry
 from ....weight_sync.proof.element_map import ElementMap, Piece, View
-from ..served_layout import parts_of, rank_and_size
+from ..served_parts import parts_of, rank_and_size
 from .layout import LAYERS
 
 ALL_LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")

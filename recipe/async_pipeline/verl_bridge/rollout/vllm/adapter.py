@@ -34,7 +34,7 @@ from ....weight_sync.engine.standby.standby_version import StagingEnded, ignore
 from ....weight_sync.memory.manifest import Manifest, TensorEntry
 from ....weight_sync.proof.element_map import ElementMap, Piece, View
 from ... import replaced
-from ..served_layout import parts_of
+from ..served_parts import parts_of
 from ..served_tensors import require_fresh_products, served_tensors
 from .block_fp8 import BlockFp8
 from .layout import LAYERS, served_layout
@@ -122,6 +122,9 @@ class VllmAdapter(RecordingAdapter):
 
     def computed(self) -> Sequence[Computed]:
         return () if self._fp8 is None else self._fp8.computed(self._layout, self.tensors())
+
+    def converted(self) -> Mapping[str, Conversion]:
+        return self._table.converted
 
     def conversion(self) -> Convert | None:
         return None if self._fp8 is None else self._fp8.conversion(self.device)

@@ -14,7 +14,9 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from ..served_layout import EXPERT_NAMES, Experts, ExpertSlot, Layers, ServedLayout
+from ..served_layout import EXPERT_NAMES, ServedLayout
+from ..served_parts import Experts, ExpertSlot, Layers
+from .declared_layers import declared_by
 
 LAYERS = Layers(
     ColumnParallelLinear,
@@ -31,7 +33,7 @@ def served_layout(model: torch.nn.Module) -> ServedLayout:
     experts = Experts(
         lambda layer: _slots(model, layer), _rank_and_size, lambda layer: False, lambda layer: {}
     )
-    return ServedLayout(model, LAYERS, packed, experts)
+    return ServedLayout(model, LAYERS, packed, experts, declared_by)
 
 
 def _slots(model: torch.nn.Module, layer: Any) -> list[ExpertSlot]:
