@@ -68,7 +68,8 @@ def test_a_misspelled_name_is_refused_with_a_hint(key: str, value: str, line: st
 
 
 def test_a_form_of_tool_calls_matters_to_loops_with_tools() -> None:
-    assert problems({FORMAT: "hermez"}) == []
+    assert problems({FORMAT: "brackets"}) == []
+    assert len(problems({FORMAT: "hermez", LOOP: "tool_agnt"})) == 2
     (problem,) = problems({FORMAT: "hermez", LOOP: "tool_agent"})
     assert re.match(f"{FORMAT} must be one of .*, got 'hermez' .did you mean 'hermes'", problem)
 
@@ -215,8 +216,8 @@ def test_a_reward_function_is_loaded_with_its_neighbours(write: Write) -> None:
     [
         ("score = 3", "TypeError: score is no function, but 3"),
         ("def score(solution): return 1.0", "TypeError: missing a required argument: 'solution'"),
-        ("raise ValueError('one\\ntwo')", "ValueError: one two"),
-        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("\nraise ValueError('one\\ntwo')", "ValueError: one two, in line 2"),
+        ("import sys; sys.exit(0)", "SystemExit: 0, in line 1"),
         ("import os; os._exit(0)", "it ends its process"),
         ("def score(**all): yield 1.0", "TypeError: score yields values; return the score"),
         ("async def score(**all): yield 1.0", "TypeError: score yields values; return the score"),

@@ -193,12 +193,17 @@ def unknown_key(
     return unknown(AsyncPipelineConfig, knob)
 
 
+ONLY_VALUES = {"actor_rollout_ref.actor.megatron.router_replay.mode": "R2"}
+"""The only other value than its default that a key of one engine may have."""
+
+
 def _unknown_to_verl(path: str, *, read: bool, fixed: bool, engine: str) -> str:
     places = _places().get(path.rpartition(".")[2], ())
     if places:
         return f"{path} is not a key of this config; leave it out, or set ++{' or ++'.join(places)}"
     if engine:
-        return f"{path} is a key of model_engine={engine}; set that, or leave the key out"
+        value = f", with {path}={ONLY_VALUES[path]}" if path in ONLY_VALUES else ""
+        return f"{path} is a key of model_engine={engine}; set that{value}, or leave the key out"
     if path.partition(".")[0] in (ASYNC_TRAINING, "rollout"):
         return f"{path} is not a key of this config, and not supported; leave it out"
     if fixed:

@@ -156,6 +156,7 @@ MOVED: Mapping[str, Moved] = {
     f"{_ACTOR}.megatron.grad_offload": _GRADIENTS,
     "actor_rollout_ref.ref.megatron.grad_offload": _GRADIENTS,
     "critic.megatron.grad_offload": _GRADIENTS,
+    f"{_ROLLOUT}.multi_turn.max_turns": Moved(f"{_ROLLOUT}.multi_turn.max_assistant_turns"),
     "trainer.val_generations_to_log_to_wandb": Moved("trainer.log_val_generations"),
     "trainer.remove_previous_ckpt_in_save": _gone("trainer.max_actor_ckpt_to_keep deletes older checkpoints"),
     "trainer.use_legacy_worker_impl": _gone("verl has one implementation of its workers"),

@@ -49,11 +49,7 @@ IMPORT_S = 60.0
 """Time for a reward function's file. A slower one is left to the workers."""
 SLOW = f"it was not loaded within {IMPORT_S:.0f} s"
 _LOAD = """
-import importlib
-import inspect
-import os
-import runpy
-import sys
+import importlib, inspect, os, runpy, sys, traceback
 from pathlib import Path
 
 loader, path, name, *given = sys.argv[1:]
@@ -75,7 +71,10 @@ try:
     if given:
         signature.bind(**dict.fromkeys(given))
 except BaseException as error:
-    sys.exit(" ".join(f"{type(error).__name__}: {error}".split()) or 1)
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    calls = traceback.extract_tb(error.__traceback__)
+    lines = [call.lineno for call in calls if Path(call.filename).name == Path(path).name]
+    sys.exit(f"{text}, in line {lines[-1]}" if lines else text or 1)
 print()  # it may have ended none of its lines
 print("async_pipeline has loaded it", flush=True)
 os._exit(0)  # its threads may run on
@@ -164,9 +163,8 @@ def _failure(path: str, name: str, arguments: Iterable[str]) -> str:
         printed.seek(0)
         complaints.seek(0)
         if not status:
-            return (
-                "" if "async_pipeline has loaded it" in printed.read().splitlines() else "it ends its process"
-            )
+            loaded = "async_pipeline has loaded it" in printed.read().splitlines()
+            return "" if loaded else "it ends its process"
         return (complaints.read().strip().splitlines() or [f"its process ended with {status}"])[-1]
 
 
@@ -266,8 +264,8 @@ def _faults_of_loops(config: Mapping[str, Any]) -> Iterator[InputFault]:
     forms = sorted(registered_tool_parsers())
     alike = hint(str(form), forms)
     # A file of functions, or what it imports, may register another form.
-    needs_one = bool(alike) if select(config, FUNCTIONS) else loop == TOOL_LOOP or bool(select(config, TOOLS))
-    if form not in forms and needs_one:
+    needs_one = not select(config, FUNCTIONS) and (loop == TOOL_LOOP or select(config, TOOLS))
+    if form not in forms and (alike or needs_one):
         yield InputFault(f"{FORMAT} must be one of {', '.join(forms)}, got {form!r}{alike}; correct it")
 
 
