@@ -85,6 +85,7 @@ class Waiting:
     def __init__(self, made: Router) -> None:
         self.router, self.placed = made, list[str]()
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.due: dict[str, int | None] = {}
 
     async def begin(self, *requests: str) -> None:
         for request in requests:
@@ -92,7 +93,7 @@ class Waiting:
         await settled()
 
     async def _acquire(self, request: str) -> None:
-        place = await self.router.acquire(request)
+        place = await self.router.acquire(request, self.due.get(request))
         self.placed.append(f"{request}: {place and place[0]}")
 
     async def cancel(self, request: str) -> None:
@@ -131,6 +132,15 @@ async def test_later_turns_go_before_first_turns() -> None:
     assert some.placed == ["talk: a", "new: a", "first: a"]
     await some.release("a", "a")
     assert some.placed[3:] == ["talk: a", "second: a"]
+
+
+async def test_what_is_due_first_goes_first() -> None:
+    some = Waiting(router("a", share=1))
+    await some.begin("open")
+    some.due = {"next": 5, "last": 8, "first": 4, "validation": None, "newer": 9}
+    await some.begin("next", "last", "first", "validation", "newer")
+    await some.release(*"aaaa")
+    assert some.placed[1:] == ["first: a", "next: a", "last: a", "validation: a"]
 
 
 async def test_a_later_turn_goes_to_another_replica_if_its_own_is_full() -> None:

@@ -210,7 +210,7 @@ class PipelineLLMClient(LLMServerClient):
             return None
         if self._router.full and self._following is None:
             self._following = asyncio.create_task(self._follow(), name="follow replicas")
-        return await self._router.acquire(request_id)
+        return await self._router.acquire(request_id, current_episode().admitted)
 
     async def _follow(self) -> None:
         """Notice replicas that join while requests wait for room."""

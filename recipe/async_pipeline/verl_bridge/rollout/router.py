@@ -12,9 +12,11 @@ first, and begin with newer weights.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 from cachetools import LRUCache
@@ -29,9 +31,9 @@ class Router:
     """verl's default rule: the first turn goes to the least busy replica, later turns to the same one.
 
     A later turn whose replica has no room goes to another one that has: its prefix is computed again, but
-    it never waits for one replica while another is free. If none has room, requests wait in the order of
-    their arrival, first the ones that had a replica before (later turns, and requests whose replica died):
-    their prefixes may still be cached, and their groups are the oldest.
+    it never waits for one replica while another is free. If none has room, the requests that are due first go
+    first; of those, the ones that had a replica before (later turns, and requests whose replica died), since
+    their prefixes may still be cached; and then in the order of their arrival.
     """
 
     def __init__(self, share: int, choose: Callable[[list[str]], str] = random.choice) -> None:
@@ -40,9 +42,10 @@ class Router:
         self._servers: Mapping[str, Any] = {}
         self._open: Counter[str] = Counter()
         self._of_request: LRUCache[str, str] = LRUCache(REMEMBERED)
-        self._begun: dict[asyncio.Future[NamedReplica | None], str] = {}
-        """Waiting requests that had a replica before."""
-        self._new: dict[asyncio.Future[NamedReplica | None], str] = {}
+        self._queue: list[tuple[int, bool, int, str, asyncio.Future[NamedReplica | None]]] = []
+        """A heap of requests that wait, by the order in which they get room; some have given up."""
+        self._waiting = set[asyncio.Future[NamedReplica | None]]()
+        self._arrivals, self._newest = count(), 0
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -56,7 +59,7 @@ class Router:
     @property
     def waiting(self) -> int:
         """Number of requests that wait for room."""
-        return len(self._begun) + len(self._new)
+        return len(self._waiting)
 
     def update(self, servers: Mapping[str, Any]) -> None:
         """Replace the list of replicas, by name."""
@@ -67,9 +70,12 @@ class Router:
         """Remove a replica; `update` may add it again."""
         self.update({name: handle for name, handle in self._servers.items() if name != server})
 
-    async def acquire(self, request_id: str) -> NamedReplica | None:
+    async def acquire(self, request_id: str, due: int | None = None) -> NamedReplica | None:
         """Return name and handle of the replica for the next turn of a request, or None if there are
         none.
+
+        `due` grows with the step that trains it: the version at which its group was admitted. Without one, a
+        request goes after those that are there, and before all that are due later than any of them.
 
         Waits for: room on any replica. Unblocked by: `release`, `update`. The deadline is the one of
         the stage `generate`, which waits for the group: a request may wait as long as the ones before it
@@ -81,8 +87,11 @@ class Router:
             return place
 
         granted: asyncio.Future[NamedReplica | None] = asyncio.get_running_loop().create_future()
-        queue = self._begun if request_id in self._of_request else self._new
-        queue[granted] = request_id
+        due = self._newest if due is None else due
+        self._newest = max(self._newest, due)
+        is_new = request_id not in self._of_request
+        heapq.heappush(self._queue, (due, is_new, next(self._arrivals), request_id, granted))
+        self._waiting.add(granted)
         try:
             return await granted
         except asyncio.CancelledError:
@@ -90,7 +99,7 @@ class Router:
                 self.release(place[0])
             raise
         finally:
-            queue.pop(granted, None)
+            self._waiting.discard(granted)
 
     def release(self, server: str) -> None:
         """Count a turn as finished."""
@@ -114,15 +123,15 @@ class Router:
 
     def _wake(self) -> None:
         """Give room to waiting requests; without replicas, let all of them return."""
-        for queue in (self._begun, self._new):
-            while queue:
-                granted, request_id = next(iter(queue.items()))
-                if not granted.done():
-                    place = self._place(request_id) if self._servers else None
-                    if place is None and self._servers:
-                        return
-                    granted.set_result(place)
-                del queue[granted]
+        while self._queue:
+            *_, request_id, granted = self._queue[0]
+            if not granted.done():
+                place = self._place(request_id) if self._servers else None
+                if place is None and self._servers:
+                    return
+                granted.set_result(place)
+            heapq.heappop(self._queue)
+            self._waiting.discard(granted)
 
 
 def servers_of(balancer: Any) -> dict[str, Any] | None:
