@@ -39,6 +39,8 @@ def restartable(
 
 def say_if_restarted() -> None:
     """Print a line if this actor's process replaces one that has ended."""
+    if not ray.is_initialized():  # in a test without Ray, which asking for the context would start
+        return
     context = ray.get_runtime_context()
     if context.worker.mode == ray.WORKER_MODE and context.was_current_actor_reconstructed:
         name = context.get_actor_name() or "a worker"

@@ -75,7 +75,7 @@ class Router:
         none.
 
         `due` grows with the step that trains it: the version at which its group was admitted. Without one, a
-        request goes after those that are there, and before all that are due later than any of them.
+        request goes after the ones that wait, and before all that are due later than any of them.
 
         Waits for: room on any replica. Unblocked by: `release`, `update`. The deadline is the one of
         the stage `generate`, which waits for the group: a request may wait as long as the ones before it
