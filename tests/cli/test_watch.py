@@ -387,6 +387,7 @@ def test_a_second_ctrl_c_kills_immediately() -> None:
     assert had and all(is_gone(pid) for pid in had)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_closed_terminal_ends_the_run_as_sigterm_does(number: signal.Signals) -> None:
     """A shell and the kernel both send SIGHUP; twice is no request to kill."""
@@ -452,6 +453,7 @@ def test_a_screen_that_is_stopped_holds_up_nothing(tmp_path: Path) -> None:
     assert "watch: a line cannot be shown (10000 lines wait for the terminal)" in log
 
 
+@pytest.mark.slow
 def test_the_command_ends_if_its_watch_is_killed() -> None:
     """Also below a shell, as most launch scripts are."""
     code = (

@@ -242,6 +242,7 @@ async def test_an_update_of_the_weights_is_no_error(serve: Serve) -> None:
         assert json.loads(answer.content)["versions"] == [0, 0, 0, 7, 7, 7, 7]
 
 
+@pytest.mark.slow
 async def test_every_route_requires_a_key(serve: Serve) -> None:
     """The gateway may listen on other addresses than loopback."""
     claims = Claims(60)

@@ -300,6 +300,7 @@ def test_a_chain_grows_in_place() -> None:
     assert all(one not in lists for one in (agent.chains.all[1].token_ids, agent.chains.all[1].mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edits", [False, True])
 def test_a_request_of_tokens_is_read_a_fixed_number_of_times(
     edits: bool, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ def test_every_sum_is_in_exactly_one_split(
     assert len(split.val) == num_val
 
 
+@pytest.mark.slow
 def test_the_seed_determines_the_order() -> None:
     spec = TaskSpec()
     assert split_problems(spec, 1) == split_problems(spec, 1)

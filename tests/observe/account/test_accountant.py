@@ -187,6 +187,7 @@ PLACES: tuple[dict[str, str], ...] = (
     answers=st.lists(st.floats(0, 9), min_size=5, max_size=5),
     devices=st.integers(1, 7),
 )
+@pytest.mark.slow
 def test_device_seconds_add_up_for_every_schedule(
     max_lag: int,
     places: dict[str, str],

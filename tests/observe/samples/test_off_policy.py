@@ -186,6 +186,7 @@ def test_lags_match_a_loop_over_tokens(batch: list[Response], padding: int | Non
         assert metrics["lag/spans_max"] == max(spans)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(st.lists(responses(), min_size=1, max_size=5), st.sampled_from([None, 0, 2]))
 def test_ratios_match_a_loop_over_tokens(batch: list[Response], padding: int | None) -> None:

@@ -327,6 +327,7 @@ def test_what_becomes_part_of_a_class_takes_what_is_declared_of_it(file: str) ->
     assert taken - own - of_class == set(), f"declare them of {place}, then record it"
 
 
+@pytest.mark.slow
 def test_names_outside_the_code_of_an_engine_are_declared() -> None:
     """Environment variables and groups of entry points have the engine's name in them."""
     variable = re.compile(r"(?:VLLM|SGLANG|SGL)_[A-Z_0-9]+")

@@ -20,6 +20,7 @@ LINES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(old=LINES, new=LINES)
 def test_a_written_diff_reads_back_and_applies_both_ways(old: list[bytes], new: list[bytes]) -> None:

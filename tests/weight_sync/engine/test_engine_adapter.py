@@ -101,6 +101,7 @@ def test_a_staged_version_is_served_at_its_commit(
     check_stages(replica(size, **options), publish(first), publish(second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "options"), SHAPES)
 def test_weights_on_a_device_are_loaded_staged_and_proved(
     publish: Publish, size: int, options: dict[str, Any]

@@ -13,6 +13,7 @@ from tests.fakes.timed_engine import Answer
 from tests.fakes.tokenizer_manager import Request, TokenizerManager
 
 
+@pytest.mark.slow
 async def test_the_token_after_an_abort_is_written_again() -> None:
     """SGLang does not check whether it was the last one: here it was, and nothing would be left."""
     manager = TokenizerManager()
