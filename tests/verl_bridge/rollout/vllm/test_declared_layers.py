@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,11 @@ from msgspec.structs import replace
 
 from recipe.async_pipeline.errors import ProofError
 from recipe.async_pipeline.installed.engines import installed
-from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
-from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
 from recipe.async_pipeline.weight_sync.proof.map_check import check_map
-from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.adapter_contract import check_loads, prove_first
+from tests.fakes.published_models import PublishedModels
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("default")]
 
@@ -40,33 +37,19 @@ STAGED = {"qwen3-next", "qwen3.5", "granite-moe"}
 LAYER = "model.layers.0"
 
 
-class Families:
-    """The models of this module, each made once, and the ranks that vLLM builds of them."""
+class Families(PublishedModels):
+    """With the ranks that vLLM builds of them."""
 
-    def __init__(self, load: Load, folder: Path) -> None:
-        self._checkpoints, self._ranks = load("tests.fakes.checkpoints"), load("tests.fakes.vllm_models")
-        self._folder = folder
-        self._made: dict[str, Any] = {}
-        self._writer = ArenaWriter(1 << 20, 1000, None)
-        self._version = 0
-
-    def publish(self, name: str) -> Manifest:
+    def version(self, name: str) -> Manifest:
         """Train a model and publish it; skip the test if it is for other releases."""
         release = ".".join(next(one.version for one in installed() if one.name == "vllm").split(".")[:2])
         if name in OTHERWISE.get(release, ()):
             pytest.skip(f"vLLM {release} serves {name} in another way")
-        if name not in self._made:
-            self._made[name] = self._checkpoints.make(name, self._folder / name)
-        self._version += 1
-        weights = self._checkpoints.train(self._made[name], self._version)
-        return await_manifest(self._writer.gather(self._version, weights.items()), HANG_S)
+        return self.publish(self.published(name))
 
     def replica(self, name: str, size: int) -> list[Any]:
         ranks: list[Any] = self._ranks.ranks_of(self._folder / name, size)
         return ranks
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +62,10 @@ def families(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_element_is_where_the_layers_say(families: Families, name: str, size: int) -> None:
-    first = families.publish(name)
+    first = families.version(name)
     ranks = families.replica(name, size)
-    check_loads(ranks, (first, families.publish(name)))
-    last = families.publish(name)
+    check_loads(ranks, (first, families.version(name)))
+    last = families.version(name)
     for rank in ranks:
         assert rank.prepare(last) == (name in STAGED)
         coverage = check_map(last, rank.commit(last, 1 << 20)).coverage
@@ -122,7 +105,7 @@ def changed(rank: Any, names: Iterable[str], orders: dict[str, tuple[int, torch.
 def test_swapped_tensors_are_named_though_no_sample_has_them(
     families: Families, name: str, one: str, other: str
 ) -> None:
-    manifest, ranks = families.publish(name), families.replica(name, 2)
+    manifest, ranks = families.version(name), families.replica(name, 2)
     samples = tuple(sample for sample in manifest.samples if sample.name not in (one, other))
     for rank in ranks:
         changed(rank, (one, other), {})
@@ -164,7 +147,7 @@ CONV = exchanged(64, 64, 128)
 def test_rows_in_another_order_are_named(
     families: Families, name: str, tensor: str, axis: int, order: torch.Tensor, size: int
 ) -> None:
-    manifest, ranks = families.publish(name), families.replica(name, size)
+    manifest, ranks = families.version(name), families.replica(name, size)
     (published,) = (entry.name for entry in manifest.tensors if entry.name.endswith(f"layers.0.{tensor}"))
     for rank in ranks:
         changed(rank, (), {published: (axis, order)})
@@ -174,7 +157,7 @@ def test_rows_in_another_order_are_named(
 
 @pytest.mark.parametrize("name", ["falcon-h1", "granite-hybrid", "nemotron-h"])
 def test_a_logarithm_that_is_served_as_it_was_published_is_named(families: Families, name: str) -> None:
-    manifest, (rank,) = families.publish(name), families.replica(name, 1)
+    manifest, (rank,) = families.version(name), families.replica(name, 1)
     served = next(one for path, one in rank.model.named_parameters() if path.endswith(".A"))
     served.weight_loader = lambda parameter, published: parameter.data.copy_(published)
     with pytest.raises(ProofError, match=r"\.A_log is served with values other than the published ones"):

@@ -5,49 +5,29 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
 from recipe.async_pipeline.weight_sync.proof.map_check import check_map
 from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
+from tests.fakes.published_models import PublishedModels, Weights
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("default")]
 
-Weights = dict[str, torch.Tensor]
 NAMES = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused", "glm4-fused")
 Q, K, V = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv")
 EXPERT = "model.layers.0.mlp.experts"
 
 
-class Models:
-    """The models of this module, each made once, and the ranks that vLLM builds of them."""
-
-    def __init__(self, load: Load, folder: Path) -> None:
-        self._checkpoints, self._ranks = load("tests.fakes.checkpoints"), load("tests.fakes.vllm_models")
-        self._folder = folder
-        self._made: dict[str, Any] = {}
-        self._writer = ArenaWriter(1 << 20, 1000, None)
-        self._version = 0
-
-    def published(self, name: str) -> Weights:
-        if name not in self._made:
-            self._made[name] = self._checkpoints.make(name, self._folder / name)
-        self._version += 1
-        trained: Weights = self._checkpoints.train(self._made[name], self._version)
-        return trained
-
-    def publish(self, weights: Weights) -> Manifest:
-        self._version += 1
-        return await_manifest(self._writer.gather(self._version, weights.items()), HANG_S)
+class Models(PublishedModels):
+    """With the ranks that vLLM builds of them."""
 
     def replica(self, name: str, size: int, *, experts_apart: bool = False) -> list[Any]:
         make = self._ranks.ModelRank
@@ -107,9 +87,6 @@ class Models:
     def of_encoder(self, name: str) -> Weights:
         weights: Weights = self._ranks.encoder_weights(*self.pictures(name, 1))
         return weights
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 @pytest.fixture(scope="module")
