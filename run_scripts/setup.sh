@@ -38,6 +38,7 @@ fi
 VENV="$ROOT/.venv"
 LOCK="$ROOT/run_scripts/cpu.lock.txt"
 MEGATRON="$ROOT/run_scripts/cpu.megatron.txt"
+VISION="$ROOT/run_scripts/cpu_torchvision.py"
 STAMPS="$ROOT/.cache/setup"
 ONE_AT_A_TIME="$STAMPS/lock"
 STEPS=6
@@ -187,6 +188,15 @@ install_lock() {
   grep -v '^torch==' "$LOCK" >"$STAMPS/lock-without-torch.txt"
   install -r "$STAMPS/lock-without-torch.txt"
   install -r "$MEGATRON"
+  declare_vision_operators
+}
+
+# Python reads each .pth file of its packages when it starts.
+declare_vision_operators() {
+  local packages
+  packages="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  cp "$VISION" "$packages/"
+  echo "import $(basename "$VISION" .py)" >"$packages/cpu_torchvision.pth"
 }
 
 fetch_verl() {
@@ -216,7 +226,7 @@ VERL_TREE="$ROOT/.cache/verl/verl-$(sed -n 's/^version: //p' patches/PIN)"
 [ -d "$VERL_TREE" ] || rm -f "$STAMPS/fetch_verl" "$STAMPS/install_editable"
 
 step 1 "virtual environment" "$VENV" make_venv
-step 2 "locked packages, about 2 GB" "$(hash_of "$LOCK" "$MEGATRON")" install_lock
+step 2 "locked packages, about 2 GB" "$(hash_of "$LOCK" "$MEGATRON" "$VISION")" install_lock
 step 3 "verl source, hash checked" "$(hash_of patches/PIN) ${VERL_DIR:-}" fetch_verl
 # No stamp: the files themselves show whether the tree is patched, and checking them takes under a second.
 step 4 "verl patches" "$$" apply_patches

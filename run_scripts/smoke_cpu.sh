@@ -3,10 +3,10 @@
 # A tiny model learns a task by asynchronous RL on the real stack, on two CPU cores: addition, FrozenLake
 # (lake), an environment that it plays for several turns, the same played over HTTP by a coroutine (lake_agent) or
 # by a program in another virtual environment (openai_agent), sums with a tool that costs
-# (calculator), or pictures of coloured squares (image).
+# (calculator), pictures of coloured squares (image), or what a picture shows, by a vision-language model (look).
 #
-#   bash run_scripts/smoke_cpu.sh [--task addition|lake|lake_agent|openai_agent|calculator|image] [--model dense|moe] \
-#       [hydra overrides]
+#   bash run_scripts/smoke_cpu.sh [--task addition|lake|lake_agent|openai_agent|calculator|image|look] \
+#       [--model dense|moe] [hydra overrides]
 #   bash run_scripts/smoke_cpu.sh async_strategy=n_step_ahead trainer.total_training_steps=10
 #   bash run_scripts/smoke_cpu.sh actor_rollout_ref.actor.strategy=megatron
 #   bash run_scripts/smoke_cpu.sh --explain [--task T] [--model M] [hydra overrides]
@@ -38,10 +38,10 @@ while [ "${1:-}" = --task ] || [ "${1:-}" = --model ] || [ "${1:-}" = --explain 
   fi
   case "$1 ${2:-}" in
     "--task addition" | "--task lake" | "--task lake_agent" | "--task openai_agent" | "--task calculator" | \
-      "--task image") TASK="$2" ;;
+      "--task image" | "--task look") TASK="$2" ;;
     "--model dense" | "--model moe") MODEL="$2" ;;
     --task*)
-      echo "smoke_cpu.sh: --task must be addition, lake, lake_agent, openai_agent, calculator or image, got '${2:-}'" >&2
+      echo "smoke_cpu.sh: --task must be addition, lake, lake_agent, openai_agent, calculator, image or look, got '${2:-}'" >&2
       exit 2
       ;;
     *)

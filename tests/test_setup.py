@@ -98,10 +98,13 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--task"], "--task must be addition, lake, lake_agent, openai_agent, calculator or image, got"),
+        (
+            ["--task"],
+            "--task must be addition, lake, lake_agent, openai_agent, calculator, image or look, got",
+        ),
         (
             ["--task", "chess"],
-            "--task must be addition, lake, lake_agent, openai_agent, calculator or image, got 'chess'",
+            "--task must be addition, lake, lake_agent, openai_agent, calculator, image or look, got 'chess'",
         ),
         (["--model"], "--model must be dense or moe, got"),
         (["--task", "addition", "--model", "sparse"], "--model must be dense or moe, got 'sparse'"),

@@ -53,6 +53,12 @@ def moe_task() -> Path:
 
 
 @pytest.fixture(scope="session")
+def look_task() -> Path:
+    """Return the directory of a task with pictures, for a vision-language model."""
+    return make_task("--task", "look")
+
+
+@pytest.fixture(scope="session")
 def lake_task() -> Path:
     pytest.importorskip("gymnasium")
     return make_task("--task", "lake")

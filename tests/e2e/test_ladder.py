@@ -28,6 +28,9 @@ FOLDER, LOSS = "ASYNC_PIPELINE_LOG_PROBS", "probed"
 TOLERANCE = 1e-5
 TWO_ENGINES = 1e-4
 MEGATRON = "training_engine=megatron"
+LOOK = ("+task=look", "trainer.val_before_train=False", "trainer.test_freq=-1")
+NORMALIZED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_device_do_normalize=False"
+"""With verl alone, vLLM would scale pixels by numbers that it drew at random."""
 
 
 class Outcome(NamedTuple):
@@ -50,12 +53,22 @@ Run = Callable[..., Outcome]
 @pytest.fixture(scope="module")
 def run(tied_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a strategy; each only once."""
+    return _runs(tied_task, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def run_seeing(look_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a strategy with a vision-language model; each only once."""
+    return _runs(look_task, tmp_path_factory)
+
+
+def _runs(task: Path, folders: pytest.TempPathFactory) -> Run:
     done: dict[tuple[str, ...], Outcome] = {}
 
     def train(strategy: str, *overrides: str) -> Outcome:
         key = (strategy, *overrides)
         if key not in done:
-            done[key] = _train(strategy, overrides, tied_task, tmp_path_factory.mktemp("ladder"))
+            done[key] = _train(strategy, overrides, task, folders.mktemp("ladder"))
         return done[key]
 
     return train
@@ -177,6 +190,11 @@ def test_on_policy_is_verls_own_sync_trainer(run: Run) -> None:
 @pytest.mark.nightly
 def test_on_policy_with_megatron_is_verls_own_sync_trainer_with_megatron(run: Run) -> None:
     assert_equal(run("on_policy", MEGATRON), run("verl", MEGATRON))
+
+
+@pytest.mark.nightly
+def test_with_pictures_on_policy_is_verls_own_sync_trainer(run_seeing: Run) -> None:
+    assert_equal(run_seeing("on_policy", *LOOK), run_seeing("verl", *LOOK, NORMALIZED))
 
 
 @pytest.mark.nightly

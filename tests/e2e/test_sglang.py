@@ -28,6 +28,7 @@ from tests.e2e.job import (
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.e2e
+LOOK = ("+task=look", "trainer.val_before_train=False", "trainer.test_freq=-1")
 SGLANG = "actor_rollout_ref.rollout.name=sglang"
 KL_MAX = 0.005
 """Of one policy between the trainer's log-probs and the engine's."""
@@ -58,8 +59,9 @@ def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) 
     return run_job(command, folder, task)
 
 
-def test_sglang_trains_on_policy(tied_task: Path, tmp_path: Path) -> None:
-    job = train(tied_task, tmp_path / "run", "on_policy", 3)
+def test_sglang_trains_a_vision_language_model(look_task: Path, tmp_path: Path) -> None:
+    """Its engine sees what the trainer sees: an error in a picture would show in the log-probs."""
+    job = train(look_task, tmp_path / "run", "on_policy", 3, *LOOK)
     summary = check_clean_end(job, "on_policy", 0, 3)
     check_events(job)
     assert summary["rollout_corr_kl_max"] <= KL_MAX

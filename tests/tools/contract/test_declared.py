@@ -269,14 +269,7 @@ OF_OTHERS: Mapping[str, set[str]] = {
     },
     "verl_bridge/rollout/sglang/arguments.py": {"cpu"},
     "verl_bridge/rollout/sglang/cpu_stubs.py": {  # this package's
-        *(
-            "image_processors",
-            "ipython",
-            "megatron",
-            "sgl_kernel",
-            "tensors_between_processes",
-            "torchvision",
-        ),
+        *("ipython", "megatron", "sgl_kernel", "tensors_between_processes"),
     },
     "verl_bridge/rollout/sglang/engine.py": {"json"},  # verl's
     "verl_bridge/rollout/sglang/lora.py": {  # peft's

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -165,16 +166,29 @@ SIZES = {
     "model_type", ["qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "minimax", "minimax_m2", "phimoe", "qwen3"]
 )
 def test_tensors_are_published_as_checkpoints_have_them(load: Load, model_type: str, tmp_path: Path) -> None:
-    """Engines load no other names."""
     transformers = load("transformers")
     config = transformers.AutoConfig.for_model(model_type, **SIZES)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
-    saved = load("safetensors.torch").load_file(tmp_path / "model.safetensors")
+    check_names(load, transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_parts_of_models_of_pictures_have_their_names_in_checkpoints(
+    load: Load, model_type: str, tmp_path: Path
+) -> None:
+    transformers = load("transformers")
+    vision = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "intermediate_size": 16}
+    config = transformers.AutoConfig.for_model(model_type, text_config=SIZES, vision_config=vision)
+    check_names(load, transformers.AutoModelForImageTextToText.from_config(config), tmp_path)
+
+
+def check_names(load: Load, model: Any, folder: Path) -> None:
+    """Compare with the names that a checkpoint has, as engines load no others."""
+    model.save_pretrained(folder)
+    saved = load("safetensors.torch").load_file(folder / "model.safetensors")
     parts = [
         part
         for name, tensor in model.state_dict().items()
-        for part in load(PARTS).published(load(PARTS).part_of(name, tensor), model_type)
+        for part in load(PARTS).published(load(PARTS).part_of(name, tensor), model.config.model_type)
     ]
     assert {part.name for part in parts} == saved.keys()
     assert all(torch.equal(part.values, saved[part.name]) for part in parts)

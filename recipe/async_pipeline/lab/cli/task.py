@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     make.add_argument(
         "--task",
-        choices=("addition", "lake", "calculator", "image"),
+        choices=("addition", "lake", "calculator", "image", "look"),
         default="addition",
         help="which task (default: %(default)s)",
     )
@@ -95,4 +95,16 @@ def _spec_of(args: argparse.Namespace) -> Spec:
         from recipe.async_pipeline.lab.tasks.image_task.image_model import FluxModelSpec, ImageModelSpec
 
         return ImageSpec(seed=args.seed, model=FluxModelSpec() if args.family == "flux" else ImageModelSpec())
+    if args.task == "look":
+        return _look(args.seed)
     return ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe")
+
+
+def _look(seed: int) -> Spec:
+    if find_spec("torchvision") is None:
+        raise ConfigError(
+            "--task look requires torchvision; install the release for your torch, as setup.sh does"
+        )
+    from recipe.async_pipeline.lab.tasks.look_task.look_build import LookSpec
+
+    return LookSpec(seed=seed)

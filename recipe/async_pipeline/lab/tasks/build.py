@@ -26,7 +26,7 @@ from recipe.async_pipeline.lab.tasks.task import TaskSpec, split_problems
 from recipe.async_pipeline.lab.tasks.warmup import Addition, WarmupSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin, Qwen2ForCausalLM
 
 MARKER = "toy.json"
 REWARD_FILE = Path(__file__).with_name("reward.py")
@@ -180,8 +180,10 @@ def fill_toy(spec: TextSpec, work: Path, report: Callable[[str], None]) -> float
     return success
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Save a model in bf16, with its tokenizer."""
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | ProcessorMixin, path: Path
+) -> None:
+    """Save a model in bf16, with its tokenizer or its processor."""
     import torch
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 

@@ -22,7 +22,8 @@ from recipe.async_pipeline.lab.tasks.task import careless_answer
 from recipe.async_pipeline.lab.tasks.tokenizer import answer_ids, prompt_ids, prompt_messages
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     from recipe.async_pipeline.lab.tasks.task import Problem, Split
 
@@ -151,7 +152,7 @@ class TwoPhases(ABC):
 
     def __init__(
         self,
-        model: Qwen2ForCausalLM,
+        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerFast,
         spec: WarmupSpec,
         *,
@@ -172,8 +173,11 @@ class TwoPhases(ABC):
         """Return the share of tasks that the policy does right when sampled: held-out ones, or others."""
 
     @abstractmethod
-    def episodes(self, count: int, slip_rate: float) -> list[Labelled]:
-        """Return the episodes of a batch; their teacher errs with this probability."""
+    def batch(self, slip_rate: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return the model's inputs for the episodes of one step, and their labels, [episode, token].
+
+        Their teacher errs with this probability.
+        """
 
     def run(self) -> float:
         """Run both phases; return the accuracy on held-out tasks.
@@ -231,9 +235,8 @@ class TwoPhases(ABC):
 
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        episodes = self.episodes(self.spec.batch_size, slip_rate)
-        ids, labels = map(torch.tensor, collate(episodes, int(self.tokenizer.pad_token_id)))
-        logits = self.model(input_ids=ids).logits
+        inputs, labels = self.batch(slip_rate)
+        logits = self.model(**inputs).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
         )
@@ -243,7 +246,22 @@ class TwoPhases(ABC):
         self.optimizer.step()
 
 
-class Addition(TwoPhases):
+class TextWarmup(TwoPhases):
+    """Episodes that are text alone."""
+
+    @abstractmethod
+    def episodes(self, count: int, slip_rate: float) -> list[Labelled]:
+        """Return the episodes of a batch; their teacher errs with this probability."""
+
+    def batch(self, slip_rate: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        import torch
+
+        episodes = self.episodes(self.spec.batch_size, slip_rate)
+        ids, labels = map(torch.tensor, collate(episodes, int(self.tokenizer.pad_token_id)))
+        return {"input_ids": ids}, labels
+
+
+class Addition(TextWarmup):
     """Sums, and wrong digits."""
 
     def __init__(self, split: Split, *given: Any, **settings: Any) -> None:

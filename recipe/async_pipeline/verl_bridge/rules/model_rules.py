@@ -39,6 +39,7 @@ REPLACED_ARGUMENTS = {
     "load_format": f"set {ROLLOUT}.load_format instead",
     "enable_lora": f"set {MODEL}.lora_rank instead",
     "enable_expert_parallel": f"set {ROLLOUT}.expert_parallel_size instead",
+    "mm_device_do_normalize": "leave it out, since the processor normalizes pictures, as for the trainer",
     "enable_eplb": "leave it out, since it moves experts between devices",
     "tensor_parallel_size": f"set {ROLLOUT}.tensor_model_parallel_size instead",
     "pipeline_parallel_size": "use tensor parallelism or more replicas instead",

@@ -34,11 +34,14 @@ _OF_MIXTRAL = (
     (".down_proj.", ".w2."),
     (".up_proj.", ".w3."),
 )
+_OF_QWEN_VL = (("model.visual.", "visual."), ("model.language_model.", "model."))
 IN_CHECKPOINTS: Mapping[str, Sequence[tuple[str, str]]] = {
     "mixtral": _OF_MIXTRAL,
     "minimax": _OF_MIXTRAL,
     "minimax_m2": _OF_MIXTRAL,
     "phimoe": (*_OF_MIXTRAL, (".router.", ".gate.")),
+    "qwen2_vl": _OF_QWEN_VL,
+    "qwen2_5_vl": _OF_QWEN_VL,
 }
 """Parts of names that transformers changes when it loads a checkpoint of these models, and what they were.
 Engines load the names of checkpoints; verl undoes only the fusion of experts.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,14 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.facts import engine_facts, e
 
 class Layer:
     attn_backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+
+
+class Attention(Enum):
+    TORCH_SDPA = "path.of.its.class"
+
+
+class VisionLayer:
+    attn_backend = Attention.TORCH_SDPA
 
 
 class Executor:
@@ -43,3 +52,9 @@ def test_the_runner_is_known_by_its_states(kept: str, runner: str) -> None:
 def test_an_executor_may_be_a_class() -> None:
     assert engine_facts(worker(Executor))["executor"] == "Executor"
     assert engine_facts(worker(f"{__name__}.Executor"))["executor"] == f"{__name__}.Executor"
+
+
+def test_a_vision_tower_has_a_member_of_an_enumeration() -> None:
+    seeing = worker(input_batch=object())
+    seeing.model_runner.model.modules = lambda: [Layer(), VisionLayer()]
+    assert engine_facts(seeing)["attention"] == "FLASH_ATTN, TORCH_SDPA"

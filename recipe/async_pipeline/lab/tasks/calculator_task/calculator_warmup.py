@@ -20,7 +20,7 @@ from recipe.async_pipeline.lab.tasks.calculator_task.calculator import (
 )
 from recipe.async_pipeline.lab.tasks.task import Problem
 from recipe.async_pipeline.lab.tasks.tokenizer import answer_ids, prompt_ids, prompt_messages
-from recipe.async_pipeline.lab.tasks.warmup import IGNORED, Labelled, TwoPhases, WarmupSpec
+from recipe.async_pipeline.lab.tasks.warmup import IGNORED, Labelled, TextWarmup, WarmupSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -105,7 +105,7 @@ def _written(
     return [tokenizer.decode(row[: row.index(end)]) if end in row else "" for row in rows]
 
 
-class CalculatorWarmup(TwoPhases):
+class CalculatorWarmup(TextWarmup):
     """Sums of two lengths, calls, guesses and wrong digits."""
 
     def __init__(self, task: CalculatorTask, *given: Any, **settings: Any) -> None:

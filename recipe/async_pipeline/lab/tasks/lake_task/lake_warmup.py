@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipe.async_pipeline.lab.tasks.lake_task.lake import LakeTask, Shown, Teacher
 from recipe.async_pipeline.lab.tasks.tokenizer import answer_ids, prompt_ids
-from recipe.async_pipeline.lab.tasks.warmup import IGNORED, Labelled, TwoPhases, WarmupSpec
+from recipe.async_pipeline.lab.tasks.warmup import IGNORED, Labelled, TextWarmup, WarmupSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -86,7 +86,7 @@ def sampled_success(
     return reached / len(lakes)
 
 
-class LakeWarmup(TwoPhases):
+class LakeWarmup(TextWarmup):
     """Boards, and random actions."""
 
     def __init__(self, task: LakeTask, *given: Any, **settings: Any) -> None:

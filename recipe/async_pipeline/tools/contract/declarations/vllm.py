@@ -225,6 +225,10 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.config.vllm:VllmConfig": ("parallel_config",),
         "vllm.config.parallel:ParallelConfig": ("distributed_executor_backend",),
         "vllm.config.model:ModelConfig": ("enforce_eager",),
+        # Models scale pixels themselves since 0.28, unless this is False.
+        "vllm.engine.arg_utils:EngineArgs": (
+            "mm_device_do_normalize | !vllm.model_executor.models.vision:FusedInputNorm",
+        ),
     },
     "replicas on several nodes": {
         "vllm.envs": ("'VLLM_HOST_IP'",),

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang needs to be imported and run on torch's CPU build.
 
-SGLang imports a few packages on every device: torchvision, whose wheels do not load next to torch's CPU
-build; sgl_kernel, which exists for GPUs only; and IPython, of which it uses two names. Names are enough: text
-models on a CPU call none of them. Only the CPU platform installs the stubs, and each has a test that fails
-when SGLang no longer needs it.
+SGLang imports two packages on every device: sgl_kernel, which exists for GPUs only, and IPython, of which it
+uses two names. Names are enough: models on a CPU call none of them. Only the CPU platform installs the
+stubs, and each has a test that fails when SGLang no longer needs it.
 
 `on_import` must run in each process before SGLang is imported.
 """
@@ -53,26 +52,6 @@ def _add(name: str, **attributes: Any) -> None:
     parent, _, leaf = name.rpartition(".")
     if parent in sys.modules:
         setattr(sys.modules[parent], leaf, module)
-
-
-def torchvision() -> None:
-    """Images: read, resized and normalized. transformers must have found before that it is missing."""
-    from transformers.utils import import_utils
-
-    if import_utils.is_torchvision_available():
-        return
-    for part in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2"):
-        _add("torchvision" + part)
-    _add("torchvision.transforms.v2.functional")
-
-
-def image_processors() -> None:
-    """SGLang registers the image processors of its models in transformers, which needs torchvision for it."""
-
-    def ignore(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    _add("sglang.srt.configs.utils", register_image_processor=ignore, register_processor=ignore)
 
 
 def _kernel_for_cpus(name: str) -> Any:
@@ -144,8 +123,6 @@ class _DumperWithoutMegatron(importlib.abc.MetaPathFinder):
 
 STUBS: Mapping[str, Callable[[], None]] = {
     "megatron": megatron,
-    "torchvision": torchvision,
-    "image_processors": image_processors,
     "sgl_kernel": sgl_kernel,
     "ipython": ipython,
     "tensors_between_processes": tensors_between_processes,
@@ -200,6 +177,20 @@ def apply_mask(grammar: Any, logits: Any, vocab_mask: Any) -> None:
     from xgrammar import apply_token_bitmask_inplace
 
     apply_token_bitmask_inplace(logits, vocab_mask)
+
+
+def of_positions(stock: Any) -> Any:
+    """Return transformers' rotary embedding of a vision tower for a caller that has a length.
+
+    It returns the angles of each position before it.
+    """
+    import torch
+
+    class OfLength(stock):  # type: ignore[misc]
+        def forward(self, length: Any) -> Any:
+            return super().forward(torch.arange(int(length)))
+
+    return OfLength
 
 
 class _AtFirstImport(importlib.abc.MetaPathFinder):

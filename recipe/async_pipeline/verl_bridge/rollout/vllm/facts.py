@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 
@@ -12,9 +13,7 @@ def engine_facts(worker: Any) -> dict[str, str]:
     # The classes of both runners have the same name; only the second one keeps requests in states.
     generation = "V2" if hasattr(runner, "req_states") else "V1"
     attention = {
-        str(module.attn_backend.get_name())
-        for module in runner.model.modules()
-        if hasattr(module, "attn_backend")
+        _name_of(module.attn_backend) for module in runner.model.modules() if hasattr(module, "attn_backend")
     }
     executor = config.parallel_config.distributed_executor_backend
     return {
@@ -23,6 +22,17 @@ def engine_facts(worker: Any) -> dict[str, str]:
         "executor": executor if isinstance(executor, str) else getattr(executor, "__qualname__", "unknown"),
         "CUDA graphs": "off" if config.model_config.enforce_eager else "on",
     }
+
+
+def _name_of(backend: Any) -> str:
+    """Return the name of an attention: a class in a language model, or a member of an enumeration in a vision
+    tower.
+    """
+    return _of_member(backend) if isinstance(backend, Enum) else str(backend.get_name())
+
+
+def _of_member(member: Enum) -> str:
+    return member.name
 
 
 def engine_line(version: str, facts: dict[str, str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 
 from ....console import echo
@@ -25,6 +26,10 @@ from .engine import progress_by_name, rejections, serve_versions
 from .facts import engine_line
 from .plugin import IN_PROCESS
 
+ON_DEVICE = "mm_device_do_normalize"
+"""Has vLLM normalize pixels in the model. Their mean and deviation are buffers there, which belong to no
+checkpoint, so nothing would bring them after `load_format=dummy` has drawn them at random.
+"""
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 
 
@@ -41,6 +46,8 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
         if self.config.tensor_model_parallel_size == 1:
             # With one device, the engine core needs no worker process.
             engine_kwargs.setdefault("distributed_executor_backend", IN_PROCESS if is_cpu() else "uni")
+        if hasattr(AsyncEngineArgs, ON_DEVICE):
+            engine_kwargs[ON_DEVICE] = False
 
     async def launch_server(
         self,
