@@ -201,7 +201,7 @@ class PipelineRun:
         say(f"SIGTERM: the run ends once step {step} has a checkpoint, at the latest in {notice_s:g} s")
         try:
             await asyncio.wait_for(saved.wait(), notice_s)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # another class before Python 3.11
             say(f"step {step} has no checkpoint yet; the last complete one is of step {checkpoints.last}")
 
     async def _run(self) -> None:
