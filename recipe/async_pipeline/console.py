@@ -21,6 +21,18 @@ def echo(text: str, *, file: TextIO | None = None) -> None:
     stream.flush()
 
 
+def replace_closed_streams() -> None:
+    """Give a process without stdin, stdout or stderr an empty one, so that no file takes its descriptor."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        setattr(sys, name, open(descriptor, "w" if descriptor else "r", encoding="utf-8"))
+
+
 def write_whole(descriptor: int, text: bytes) -> None:
     """Write all of `text`, unbuffered. Raises OSError."""
     while text:

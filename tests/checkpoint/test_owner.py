@@ -16,6 +16,7 @@ import pytest
 
 from recipe.async_pipeline.checkpoint import owner
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.lab.soak.small_disk import empty, fill, small_disk
 
 TAKES = """\
 import sys
@@ -95,3 +96,19 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"run_dir must be a writable folder, got {tmp_path}/file/run \("):
         owner.own({owner.RUN_DIR: tmp_path / "file" / "run"}, print)
+
+
+def test_a_folder_on_a_full_disk_is_named_and_not_kept(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    with small_disk(tmp_path / "disk") as disk:
+        run_dir = disk / "run"
+        run_dir.mkdir()
+        fill(disk)
+        with pytest.raises(
+            ConfigError, match=rf"run_dir must be a writable folder, got {run_dir} \(No space"
+        ):
+            owner.own({owner.RUN_DIR: run_dir}, print)
+        empty(disk)
+        with (run_dir / owner.DRIVER).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

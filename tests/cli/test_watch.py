@@ -439,6 +439,15 @@ def test_the_command_runs_to_its_end_although_its_screen_is_not_read(tmp_path: P
     assert (tmp_path / "run.log").read_text().count("step") == lines
 
 
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-"])
+def test_a_command_runs_without_any_screen(tmp_path: Path, closed: str) -> None:
+    code = f"print({MARK!r}, 'run directory {tmp_path}', flush=True); print('step 1')"
+    watch_it = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", sys.executable, "-c", code]
+    shell = ["sh", "-c", f"{shlex.join(watch_it)} {closed}"]
+    assert subprocess.run(shell, cwd=REPOSITORY, timeout=HANG_S, stderr=subprocess.DEVNULL).returncode == 0
+    assert "step 1" in (tmp_path / "run.log").read_text()
+
+
 @pytest.mark.slow
 def test_a_screen_that_is_stopped_holds_up_nothing(tmp_path: Path) -> None:
     lines = 20_000  # more than any pipe holds

@@ -74,6 +74,7 @@ def ended_well(job: Job, steps: int = STEPS, groups: int = 16) -> dict[str, Any]
         steps,
         trained,
     )
+    assert (summary["checkpoint_last"], summary["checkpoints_failed"]) == (steps, 0)
     return summary
 
 

@@ -299,7 +299,11 @@ def test_an_error_for_the_user_is_printed_as_it_is(
 ) -> None:
     with pytest.raises(type(error)), causes():
         raise error
-    assert capsys.readouterr().out == f"{MARK} cause: {error}\n"
+    first, *more = str(error).splitlines()
+    assert capsys.readouterr().out.splitlines() == [
+        f"{MARK} cause: {first}",
+        *(f"{MARK} {line}" for line in more),
+    ]
 
 
 def test_a_cause_is_printed_once_by_all_processes_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,34 @@ def test_an_access_to_a_private_name_would_be_found() -> None:
     assert private_accesses(text, {"_a"}) == ["made._a", "made.a._a"]
 
 
+def handlers_that_miss(text: str) -> list[int]:
+    """Return the lines of handlers of TimeoutError around `asyncio.wait_for`."""
+    return [
+        handler.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Try) and any("asyncio.wait_for(" in ast.unparse(one) for one in node.body)
+        for handler in node.handlers
+        if handler.type is not None
+        and "TimeoutError" in (names := re.findall(r"[\w.]+", ast.unparse(handler.type)))
+        and "asyncio.TimeoutError" not in names
+    ]
+
+
+def test_a_wait_that_is_over_is_caught_in_python_3_10() -> None:
+    """There, `asyncio.wait_for` raises another class."""
+    found = {module: handlers_that_miss((PACKAGE / module).read_text("utf-8")) for module in MODULES}
+    assert {module: lines for module, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("caught", "lines"),
+    [("TimeoutError", [3]), ("asyncio.TimeoutError", []), ("(TimeoutError, asyncio.TimeoutError)", [])],
+)
+def test_a_handler_that_misses_it_would_be_found(caught: str, lines: list[int]) -> None:
+    text = f"try:\n    await asyncio.wait_for(x, 1)\nexcept {caught}:\n    pass"
+    assert handlers_that_miss(text) == lines
+
+
 LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 
 

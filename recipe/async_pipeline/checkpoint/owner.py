@@ -35,7 +35,7 @@ def own(folders: Mapping[str, Path], say: Callable[[str], object]) -> None:
     """Take folders, by the key that names them, for the driver of a run. Creates them.
 
     `say` receives a line for a file system without locks. Raises ConfigError, with the owner, if another run
-    has a folder, or if it cannot be written to.
+    has a folder, or if it cannot be written to, as on a full disk.
     """
     for key, folder in folders.items():
         try:
@@ -53,8 +53,12 @@ def hold(key: str, folder: Path, name: str, say: Callable[[str], object]) -> Non
     """Lock one of the files until this process ends; no-op if it has the lock. Raises as `own`."""
     path = (folder / name).resolve()
     if path not in _held and (descriptor := _lock(key, folder, name, 0.0, say)) is not None:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_self()).encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(_self()).encode(), 0)
+        except OSError as error:  # its disk is full
+            os.close(descriptor)
+            raise _not_writable(key, folder, error) from None
         _held[path] = descriptor
 
 

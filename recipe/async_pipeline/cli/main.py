@@ -28,7 +28,7 @@ from recipe.async_pipeline.errors import (
     RunFilesError,
 )
 
-from ..console import EXIT_CTRL_C, EXIT_OURS, EXIT_USERS, echo
+from ..console import EXIT_CTRL_C, EXIT_OURS, EXIT_USERS, echo, replace_closed_streams
 from ..processes import end_signals
 
 STDOUT = 1
@@ -173,6 +173,7 @@ def _reader_is_gone() -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status; an unexpected error propagates."""
+    replace_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = command = next((word for word in arguments if not word.startswith("-")), None)
 

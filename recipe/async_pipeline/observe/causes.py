@@ -16,7 +16,7 @@ from traceback import format_exception
 
 from ..console import echo
 from ..errors import AsyncPipelineError, ConfigError, PatchError
-from .table import MARK
+from .table import marked
 
 _LONGEST_MESSAGE = 300
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -74,7 +74,7 @@ def causes() -> Iterator[None]:
             vars(reason)["told"] = True  # pickled with the error
             cause = str(reason) if isinstance(reason, ConfigError | PatchError) else one_line(error)
             with suppress(OSError):  # the disk of the output may be the one that is full
-                echo(f"{MARK} cause: {cause}")
+                echo(marked(f"cause: {cause}"))
         raise
 
 

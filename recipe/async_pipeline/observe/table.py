@@ -29,6 +29,11 @@ TRANSIENT = MARK + "~"
 """Prefix of a line that a terminal replaces with the next one, and that no file keeps."""
 
 
+def marked(text: str) -> str:
+    """Return a text for the user with the mark before each of its lines."""
+    return "\n".join(f"{MARK} {line}" for line in text.splitlines())
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
     """One row of the table: an optimizer step."""

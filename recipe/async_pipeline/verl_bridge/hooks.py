@@ -35,7 +35,7 @@ from ..config.paths import OWN, RUNTIME
 from ..console import EXIT_USERS, echo
 from ..errors import AsyncPipelineError
 from ..observe.causes import causes
-from ..observe.table import MARK
+from ..observe.table import marked
 
 
 def rewrite_command_line(
@@ -60,13 +60,13 @@ def rewrite_command_line(
         notes = (*notes, *more)
     argv[1:] = [*others, *map(quote_names, rewritten)]
     for note in notes:
-        echo(f"{MARK} {note}")
+        echo(marked(note))
     try:
         from .launch.command_line import check_command_line
 
         check_command_line(argv[1:], problems, entry)
     except AsyncPipelineError as error:
-        _refuse(str(error))
+        _refuse(error.report)
 
 
 def rewrite_on_import() -> None:
@@ -168,5 +168,5 @@ def _has_our_trainer(config: DictConfig) -> bool:
 
 
 def _refuse(reason: str) -> NoReturn:
-    echo(f"{MARK} {reason}", file=sys.stderr)
+    echo(marked(reason), file=sys.stderr)
     raise SystemExit(EXIT_USERS) from None

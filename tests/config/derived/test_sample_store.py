@@ -92,6 +92,17 @@ def test_validation_counts_where_its_batch_is_known() -> None:
     assert store_budget(never, knobs()).validation_rows == 0
 
 
+def test_a_whole_validation_counts_with_the_prompts_of_its_files() -> None:
+    small = config(8, 8)
+    rows = 2 * store_budget(small, knobs()).rows
+    assert fit_capacity(small, knobs(), lambda: (100_000 - rows) // 5) == {}
+    ((size, why),) = fit_capacity(small, knobs(), lambda: 30_000).values()
+    assert size == rows + 150_000
+    assert "and 150000 in validation, and 100000 are too few" in why
+    assert fit_capacity(config(8, 8, val_batch_size=10), knobs(), lambda: 30_000) == {}
+    assert fit_capacity(small, knobs(), lambda: None) == {}, "files that are elsewhere"
+
+
 def test_a_length_that_is_not_configured_leaves_the_memory_open() -> None:
     unknown = config()
     del unknown["data"]["max_response_length"]

@@ -38,6 +38,37 @@ def test_a_knob_stays_as_it_is_unless_it_or_its_section_declares_otherwise() -> 
     assert changeable == ["switch", "inner.word", "inner.share", "inner.either"]
 
 
+CHANGEABLE = {
+    "": "run_dir pools validation engine_check",
+    "training": "old_logp",
+    "rollout": "max_open_requests",
+    "weight_sync": "timeout_s load_staging max_concurrent_loads verify_tensors gather_bucket_size_mb delta "
+    "load_bucket_size_mb",
+    "fleet": "max_replicas",
+    "reward": "timeout_s attempts concurrency batch memory_mb failure default",
+    "agentic": "agent_env sandbox sandbox_hidden isolation concurrency env_timeout_s tool_timeout_s attempts "
+    "episode_timeout_s",
+    "agentic.gateway": "host lease_s runners_dir unix_dir",
+    "agentic.ends": "turns chains tokens cut_off invalid env_failed agent_failed deadline",
+    "diffusion": "validation_steps",
+    "faults": "wait_timeout_s checkpoint_stall_s verify_checkpoint_at_start notice_s strict_observers "
+    "max_prompt_attempts",
+    "faults.bad_data": "nonfinite_logprobs empty_answer all_masked long_prompt missing_answers "
+    "failed_episode",
+}
+"""The knobs that may change at a resume, by section. Add one only if neither what is trained nor what a
+checkpoint holds depends on it, or if a run may have ended for its value.
+"""
+
+
+def test_a_new_knob_may_not_change_at_a_resume_without_a_decision() -> None:
+    """A section that may change as a whole gives that to each knob that is added to it."""
+    decided = {
+        f"{section}.{name}".lstrip(".") for section in CHANGEABLE for name in CHANGEABLE[section].split()
+    }
+    assert {knob.path for knob in knobs_of(AsyncPipelineConfig) if knob.may_change} == decided
+
+
 def test_every_declaration_names_a_knob_or_section() -> None:
     for cls in (AsyncPipelineConfig, *sections_of(AsyncPipelineConfig).values()):
         assert set(getattr(cls, "MAY_CHANGE", ())) <= {field.name for field in fields(cls)}, cls.__name__

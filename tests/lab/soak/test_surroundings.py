@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -96,6 +97,43 @@ def test_the_clock_of_a_process_is_stepped_while_it_runs(tmp_path: Path) -> None
             assert all(before + offset_s <= one <= after + offset_s for one in seen[:2])
             assert 0 <= seen[2] - monotonic < 1000
         process.stdin.close()
+
+
+WAIT = """
+import ctypes, sys, time
+
+libc = ctypes.CDLL(None)
+
+class Moment(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+for clock in (time.CLOCK_REALTIME, time.CLOCK_MONOTONIC):
+    attributes, condition, mutex = (ctypes.create_string_buffer(64) for _ in range(3))
+    libc.pthread_condattr_init(attributes)
+    libc.pthread_condattr_setclock(attributes, clock)
+    libc.pthread_cond_init(condition, attributes)
+    libc.pthread_mutex_lock(mutex)
+    until, began = time.clock_gettime_ns(clock) + 50_000_000, time.monotonic()
+    deadline = Moment(until // 10**9, until % 10**9)
+    status = libc.pthread_cond_timedwait(condition, mutex, ctypes.byref(deadline))
+    print(status, time.monotonic() - began)
+"""
+"""Waits for 50 ms by either clock."""
+
+
+@pytest.mark.parametrize("offset_s", module.CLOCK_STEPS_S)
+def test_a_wait_by_a_stepped_clock_lasts_as_long(tmp_path: Path, offset_s: float) -> None:
+    """It would last an hour, or return at once: threads of Ray then took both cores."""
+    clock = tmp_path / "clock"
+    clock.write_bytes(bytes(8))
+    module.set_clock(clock, offset_s)
+    environment = {**os.environ, "LD_PRELOAD": str(module.build_clock(tmp_path)), CLOCK: str(clock)}
+    waits = subprocess.run(
+        [sys.executable, "-c", WAIT], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
+    lines = [line.split() for line in waits.stdout.splitlines()]
+    assert [int(status) for status, _ in lines] == [errno.ETIMEDOUT] * 2, waits.stderr
+    assert all(float(seconds) >= 0.049 for _, seconds in lines)
 
 
 def test_a_run_must_write_checkpoints_at_any_clock(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.groups.items import Publication
-from recipe.async_pipeline.observe.run_directory.summary import RunRecorder, write_atomically
+from recipe.async_pipeline.core.schedule import Schedule
+from recipe.async_pipeline.core.waits.retry import CheckpointTimes
+from recipe.async_pipeline.observe.run_directory.summary import RunRecorder, side_effects, write_atomically
 
 
 def publication(version: int, load_s: float) -> Publication:
@@ -142,6 +144,20 @@ def test_a_run_that_fails_before_its_first_step_has_a_summary() -> None:
     assert [summary[name] for name in (*empty, "time_to_first_step_s")] == [None] * (len(empty) + 1)
     assert (summary["train_s"], summary["wall_s"]) == (0.0, 7.0)
     json.dumps(summary)
+
+
+def test_what_failed_besides_the_training_is_named() -> None:
+    assert side_effects({}, None) == {}
+    made = CheckpointTimes(Schedule(batch=1, last_step=100, save_every=10))
+    assert side_effects({}, made) == {"checkpoint_last": 0, "checkpoints_failed": 0}
+    made.succeeded(10)
+    made.failed(20, newest=20)
+    found = side_effects({"the tracker wandb": "ConnectionError: 503"}, made)
+    assert found == {
+        "observers_off": {"the tracker wandb": "ConnectionError: 503"},
+        "checkpoint_last": 10,
+        "checkpoints_failed": 1,
+    }
 
 
 # The file.

@@ -208,6 +208,17 @@ def test_a_trace_of_rollouts_has_its_package(problems: Problems, backend: str, l
     assert problem.startswith(f"{ROLLOUT}.trace.backend {line}") and f"got '{backend}'" in problem
 
 
+def test_a_trace_of_rollouts_has_an_account(
+    problems: Problems, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "weave.py").touch()
+    environment.syspath_prepend(tmp_path)
+    (problem,) = problems({f"{ROLLOUT}.trace.backend": "weave"})
+    assert "must have trackers with credentials, got 'weave' without; set WANDB_API_KEY" in problem
+    environment.setenv("WANDB_API_KEY", "x" * 40)
+    assert not problems({f"{ROLLOUT}.trace.backend": "weave"})
+
+
 def test_explain_notes_what_is_elsewhere_and_refuses_what_is_wrong(
     smoke: Smoke, tmp_path: Path, environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.async_pipeline.cli.watch import Screen
 from recipe.async_pipeline.config.paths import MODE, OWN, PATCH_FREE, walk
 from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
@@ -357,7 +358,21 @@ def test_a_refused_run_shows_its_warnings_about_the_machine(
         launch.prepare(smoke({"trainer.val_only": True}))
     problem, warning = capsys.readouterr().err.splitlines()
     assert problem.startswith(f"{MARK} trainer.val_only must be False")
-    assert warning.startswith("WARNING: uid 4000000 must have a name, ")
+    assert warning.startswith(f"{MARK} WARNING: uid 4000000 must have a name, ")
+
+
+def test_watch_shows_all_problems(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        launch.prepare(smoke({"trainer.val_only": True, "trainer.save_freq": "never"}))
+    screen = Screen(out := io.StringIO(), 0.0)
+    for line in capsys.readouterr().err.splitlines():
+        screen.line(line)
+    screen.fail(2)
+    shown = out.getvalue()
+    assert "  1. " in shown and "  2. " in shown
+    assert "trainer.val_only must be False" in shown and "trainer.save_freq must be a number" in shown
 
 
 def test_a_new_cluster_needs_a_machine_that_it_can_start_on(

@@ -64,6 +64,25 @@ async def asked(tmp_path: Path, **request: Any) -> dict[str, Any]:
     return answer
 
 
+async def test_a_disk_that_fails_for_a_moment_ends_no_run(tmp_path: Path) -> None:
+    pool, said = Pool({"n0": ("10.0.0.1", 1)}), list[str]()
+    await publish(pool.fleet, 3)
+    (tmp_path / FOLDER).touch()  # the folder cannot be made
+    task = asyncio.create_task(elastic(pool, tmp_path, said).run())
+    await asyncio.sleep(3 * LOOK_EVERY_S)
+    assert len(said) == 1 and said[0].startswith(
+        "replicas cannot be listed, added or removed: FileExistsError"
+    )
+    (tmp_path / FOLDER).unlink()
+    await asyncio.sleep(LOOK_EVERY_S)
+    assert (await asked(tmp_path, action="list"))["replicas"][0]["name"] == "replica 0"
+
+    (tmp_path / FOLDER / "other").mkdir()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
 async def test_replicas_are_listed_added_and_removed(tmp_path: Path) -> None:
     pool = Pool({"n0": ("10.0.0.1", 1)})
     await publish(pool.fleet, 3)

@@ -59,6 +59,23 @@ def test_the_sample_store_gets_room_for_a_large_batch(launch: ModuleType, smoke:
     assert size not in launch.checked(smoke({})).translation.verl
 
 
+def test_the_sample_store_gets_room_for_a_large_validation(
+    launch: ModuleType, smoke: Smoke, tmp_path: Path
+) -> None:
+    """It takes all rows at once, as many as `val_max_samples` leaves."""
+    size = "transfer_queue.backend.SimpleStorage.total_storage_size"
+    (tmp_path / "val.jsonl").write_text('{"prompt": [], "data_source": "a", "reward_model": {}}\n' * 9_000)
+    files = [str(tmp_path / "val.jsonl"), str(tmp_path / "task" / "val.parquet")]
+    validates = {"trainer.val_before_train": True, f"{ROLLOUT}.val_kwargs.n": 19, "data.val_files": files}
+    found = launch.checked(smoke(validates)).translation
+    assert any("and 180020 in validation" in note for note in found.notes)
+    assert found.verl[size] > 180_020
+    assert size not in launch.checked(smoke({**validates, "data.val_max_samples": 100})).translation.verl
+    assert (
+        size not in launch.checked(smoke({**validates, "trainer.val_before_train": False})).translation.verl
+    )
+
+
 def test_the_rank_of_a_saved_adapter_is_taken_from_its_files(
     launch: ModuleType, smoke: Smoke, tmp_path: Path
 ) -> None:

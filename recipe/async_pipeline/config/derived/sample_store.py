@@ -7,7 +7,7 @@ its end until its step was reported, so that the number follows from batch, `rol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,9 @@ REPORTED_BATCHES = 2
 ROOM = 2
 """TransferQueue divides its capacity by its units, which need not get equal shares of the rows."""
 VALIDATION_ROWS = 100_000
-"""Room for validation if the size of its batches is not configured: verl's whole capacity."""
+"""Room for a validation of unknown size: verl's whole capacity."""
+CountPrompts = Callable[[], int | None]
+"""Counts the prompts of a whole validation, or returns None if that is not possible here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,9 @@ class StoreBudget:
     """Rows that TransferQueue takes; None if it has no limit of rows."""
 
 
-def store_budget(config: Mapping[str, Any], knobs: AsyncPipelineConfig) -> StoreBudget:
+def store_budget(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, count_prompts: CountPrompts = lambda: None
+) -> StoreBudget:
     """Compute the budget of a resolved verl config."""
     batch = int(select(config, "data.train_batch_size"))
     n = int(select(config, "actor_rollout_ref.rollout.n"))
@@ -58,32 +62,37 @@ def store_budget(config: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Store
     capacity = select(config, CAPACITY) if limited else None
     return StoreBudget(
         rows=rows,
-        validation_rows=_validation_rows(config) * rows_each,
+        validation_rows=_validation_rows(config, count_prompts) * rows_each,
         nbytes=(rows + noted) * sum(lengths) * BYTES_A_TOKEN if known else None,
         capacity=capacity if isinstance(capacity, int) else None,
     )
 
 
-def _validation_rows(config: Mapping[str, Any]) -> int:
-    """Return the rows of a batch of validation, with one more for its prompt."""
+def _validation_rows(config: Mapping[str, Any], count_prompts: CountPrompts) -> int:
+    """Return the rows of a batch of validation, with one more for its prompt; 0 if its size is unknown."""
     every = select(config, "trainer.test_freq")
     if not select(config, "trainer.val_before_train") and not (isinstance(every, int) and every > 0):
         return 0
     batch, n = select(config, "data.val_batch_size"), select(config, "actor_rollout_ref.rollout.val_kwargs.n")
+    if batch is None:
+        batch = count_prompts()  # verl takes all rows at once
     if not isinstance(batch, int) or not isinstance(n, int):
         return 0
     return batch * (n + 1)
 
 
-def fit_capacity(config: Mapping[str, Any], knobs: AsyncPipelineConfig) -> dict[str, tuple[int, str]]:
+def fit_capacity(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, count_prompts: CountPrompts = lambda: None
+) -> dict[str, tuple[int, str]]:
     """Return the capacity to set, with the reason, by its key; empty if the configured one suffices."""
-    budget = store_budget(config, knobs)
+    budget = store_budget(config, knobs, count_prompts)
     needed = ROOM * budget.rows + budget.validation_rows
     if budget.capacity is None or needed <= budget.capacity:
         return {}
     enough = needed + (0 if budget.validation_rows else VALIDATION_ROWS)
+    validation = f"and {budget.validation_rows} in validation, " if budget.validation_rows else ""
     why = (
-        f"the store holds up to {budget.rows} rows in training, of the batches that max_lag allows, and "
-        f"{budget.capacity} are too few for its parts"
+        f"the store holds up to {budget.rows} rows in training, of the batches that max_lag allows, "
+        f"{validation}and {budget.capacity} are too few for its parts"
     )
     return {CAPACITY: (enough, why)}

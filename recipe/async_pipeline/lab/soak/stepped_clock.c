@@ -4,12 +4,16 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <semaphore.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
+
+// Twenty years: more than a machine runs, and less than the wall clock shows.
+#define SINCE_1970 (20L * 365 * 24 * 3600)
 
 static const volatile double *offset;
 
@@ -43,15 +47,35 @@ int gettimeofday(struct timeval *restrict now, void *restrict zone) {
     return status;
 }
 
-// The kernel's clock is not stepped: a deadline of this one is converted.
+// The kernel's clock is not stepped: deadlines of this one are converted. Otherwise a loop that waits would wait for an
+// hour, or not at all and take a whole core.
+static struct timespec converted(const struct timespec *until) {
+    struct timespec exact = *until;
+    if (offset)
+        exact.tv_sec -= (time_t)*offset;
+    return exact;
+}
+
 int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
     static int (*real)(sem_t *, const struct timespec *);
     if (!real)
         real = (int (*)(sem_t *, const struct timespec *))dlsym(RTLD_NEXT, "sem_timedwait");
-    struct timespec exact = *until;
-    if (offset)
-        exact.tv_sec -= (time_t)*offset;
+    struct timespec exact = converted(until);
     return real(semaphore, &exact);
+}
+
+int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *until) {
+    static int (*real)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+    if (!real) {
+        // On x86-64, an older function has the same name.
+        void *found = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+        if (!found)
+            found = dlsym(RTLD_NEXT, "pthread_cond_timedwait");
+        real = (int (*)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *))found;
+    }
+    // A condition may be for the monotonic clock, which counts from the start of the machine.
+    struct timespec exact = until->tv_sec < SINCE_1970 ? *until : converted(until);
+    return real(condition, mutex, &exact);
 }
 
 time_t time(time_t *now) {

@@ -16,6 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ...core.flow import FlowResult
+from ...core.waits.retry import CheckpointTimes
 from ...redaction import without_secrets
 from ..causes import one_line
 from .run_files import set_aside
@@ -105,6 +106,17 @@ class RunRecorder:
             "time_to_first_step_s": None if first is None else round(first - self.started_unix, 1),
             "wall_s": round(now_unix - self.started_unix, 1),
         }
+
+
+def side_effects(off: Mapping[str, str], checkpoints: CheckpointTimes | None) -> dict[str, Any]:
+    """Return the keys of summary.json about what failed besides the training.
+
+    `off`: the error of each observer that was switched off; `checkpoints`: None if none are written.
+    """
+    found: dict[str, Any] = {"observers_off": dict(off)} if off else {}
+    if checkpoints is not None:
+        found |= {"checkpoint_last": checkpoints.last, "checkpoints_failed": checkpoints.failures}
+    return found
 
 
 def _floats(values: Sequence[float | None]) -> array[float]:

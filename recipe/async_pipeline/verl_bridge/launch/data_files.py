@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import glob
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -68,28 +69,47 @@ def faults_of_data(config: Mapping[str, Any], *, scored: bool) -> Iterator[Input
         return
     batch = int(select(config, BATCH))
     for kind, key in FILES.items():
-        value = select(config, key)
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
+        files = _files_of(config, key)
+        if files is None:
+            value = select(config, key)
             yield InputFault(f"{key} must be a file or a list of files, got {value!r}; name at least one")
             continue
-        found: list[_Contents] = []
-        wrong: list[InputFault] = []
-        for name in names:
-            for file in [name] if "://" in name else _expanded(name):
-                contents = _contents_of(key, file, config, batch)
-                wrong += [contents] if isinstance(contents, InputFault) else []
-                found += [] if isinstance(contents, InputFault) else [contents]
-        yield from wrong
-        rows = [contents.rows for contents in found]
-        if not wrong and None not in rows:
-            total = sum(row for row in rows if row is not None)
-            most = select(config, f"data.{kind}_max_samples")
-            total = min(total, most) if isinstance(most, int) and most > 0 else total
-            yield from _faults_of_size(key, kind, total, batch)
+        read = [_contents_of(key, file, batch) for file in files]
+        found = [one for one in read if isinstance(one, _Contents)]
+        yield from (one for one in read if isinstance(one, InputFault))
+        if len(found) == len(read) and (rows := _rows_in(config, kind, found)) is not None:
+            yield from _faults_of_size(key, kind, rows, batch)
         yield from _faults_of_columns(key, config, found)
         if not scored and (kind == "train" or _validates(config)):
             yield from _faults_of_rows(key, config, found)
+
+
+def rows_of(config: Mapping[str, Any], kind: str) -> int | None:
+    """Return the rows of the files of "train" or "val", or None if they cannot be counted here.
+
+    verl may drop some of them.
+    """
+    files = None if select(config, "data.custom_cls.path") else _files_of(config, FILES[kind])
+    read = [_contents_of(FILES[kind], file, sys.maxsize) for file in files or ()]
+    found = [one for one in read if isinstance(one, _Contents)]
+    return _rows_in(config, kind, found) if files and len(found) == len(read) else None
+
+
+def _files_of(config: Mapping[str, Any], key: str) -> list[str] | None:
+    """Return the names of all files, or None if the key has none or another value."""
+    value = select(config, key)
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
+        return None
+    return [file for name in names for file in ([name] if "://" in name else _expanded(name))]
+
+
+def _rows_in(config: Mapping[str, Any], kind: str, found: Sequence[_Contents]) -> int | None:
+    """Return how many rows verl takes from files, or None if one file could not be counted."""
+    rows = [contents.rows for contents in found if contents.rows is not None]
+    most = select(config, f"data.{kind}_max_samples")
+    total = min(sum(rows), most) if isinstance(most, int) and most > 0 else sum(rows)
+    return total if len(rows) == len(found) else None
 
 
 def _validates(config: Mapping[str, Any]) -> bool:
@@ -156,7 +176,7 @@ def _expanded(name: str) -> list[str]:
     return sorted(glob.glob(name)) or [name] if glob.has_magic(name) and not Path(name).exists() else [name]
 
 
-def _contents_of(key: str, name: str, config: Mapping[str, Any], enough: int) -> _Contents | InputFault:
+def _contents_of(key: str, name: str, enough: int) -> _Contents | InputFault:
     """Return the rows (at least, if there are `enough`) and columns of a data file, or its fault."""
     if not name.endswith(FORMATS):
         return InputFault(f"{key} must end in {', '.join(FORMATS)}, got {name!r}; convert it")

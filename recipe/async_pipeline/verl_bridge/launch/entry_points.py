@@ -22,7 +22,7 @@ from ...config.keys.misplaced import SWITCHES
 from ...config.paths import MODE, PATCH_FREE
 from ...console import EXIT_USERS, echo
 from ...errors import AsyncPipelineError, ConfigError
-from ...observe.table import MARK
+from ...observe.table import marked
 from .. import hooks
 from .run_config import apply_entry_point
 
@@ -55,10 +55,10 @@ def take_over(config: DictConfig, runner: Any) -> Any:
     try:
         notes, problems = ((), ()) if name == OWN_RUNNER else apply_entry_point(config, _known(name))
     except AsyncPipelineError as error:
-        echo(f"{MARK} {error}", file=sys.stderr)
+        echo(marked(str(error)), file=sys.stderr)
         raise SystemExit(EXIT_USERS) from None
     for note in notes:
-        echo(f"{MARK} {note}")
+        echo(marked(note))
     hooks.prepare(config, problems)
     return _main_ppos_runner(config)
 
@@ -77,7 +77,7 @@ def without_switch(validate_config: Callable[..., Any]) -> Callable[..., Any]:
                 f"{_MODULES}, with a verl that `async-pipeline patch apply` has patched"
             )
             # The process may be Ray's, which reports errors in many lines.
-            echo(f"{MARK} cause: {error}")
+            echo(marked(f"cause: {error}"))
             raise error
         return validate_config(config, *args, **kwargs)
 

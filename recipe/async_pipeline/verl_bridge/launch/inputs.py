@@ -321,7 +321,11 @@ TRACKERS: Mapping[str, _Tracker | None] = {
     "vemlp_wandb": _Tracker("volcengine_ml_platform", lambda: _is_set(*_VOLC), f"set {', '.join(_VOLC)}"),
 }
 """verl's trackers; None for one that needs nothing."""
-TRACERS: Mapping[str, _Tracker] = {name: _Tracker(name) for name in ("weave", "mlflow", "trackio")}
+TRACERS: Mapping[str, _Tracker] = {
+    "weave": _Tracker("weave", _wandb_knows, "set WANDB_API_KEY, or run `wandb login`"),
+    "mlflow": _Tracker("mlflow"),
+    "trackio": _Tracker("trackio"),
+}
 """The backends of verl's traces of rollouts."""
 
 

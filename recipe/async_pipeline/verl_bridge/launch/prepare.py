@@ -34,7 +34,7 @@ from ...config.paths import OWN, RUNTIME
 from ...console import echo
 from ...errors import AsyncPipelineError
 from ...observe.run_directory.run_files import run_of, set_aside_run
-from ...observe.table import MARK
+from ...observe.table import marked
 from .. import replaced
 from ..cpu.cpu_overrides import import_in_workers
 from ..cpu.cpu_platform import is_cpu
@@ -109,7 +109,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except AsyncPipelineError as error:
-        sys.stderr.write(f"{MARK} {error.report}\n")
+        sys.stderr.write(f"{marked(error.report)}\n")
         raise SystemExit(2) from None
 
 
@@ -247,4 +247,4 @@ def _take_folders(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
 
 
 def _say(text: str) -> None:
-    echo(f"{MARK} {text}")
+    echo(marked(text))

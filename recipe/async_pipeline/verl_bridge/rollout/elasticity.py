@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,20 +58,23 @@ class Elasticity:
 
     async def run(self) -> None:
         """Take requests and grow. Never returns, and raises nothing that would end the run."""
-        await self._calls(replica_requests.open_folder, self._folder)
-        looks = 0
+        looks, is_open, to_grow = 0, False, round(GROW_EVERY_S / LOOK_EVERY_S)
         try:
             while True:
-                await asyncio.sleep(LOOK_EVERY_S)
-                looks += 1
                 try:
+                    if not is_open:
+                        await self._calls(replica_requests.open_folder, self._folder)
+                        is_open = True
                     await self._answer_requests()
-                    if self._settings.max_replicas and looks % round(GROW_EVERY_S / LOOK_EVERY_S) == 0:
+                    if looks and self._settings.max_replicas and looks % to_grow == 0:
                         await self._grow()
                 except Exception as error:  # noqa: BLE001  a run does not end because it cannot grow
                     self._report(describe_error(error))
+                await asyncio.sleep(LOOK_EVERY_S)
+                looks += 1
         finally:
-            replica_requests.close_folder(self._folder)
+            with suppress(OSError):  # there may be files of others
+                replica_requests.close_folder(self._folder)
 
     def _report(self, problem: str) -> None:
         if problem != self._reported:

@@ -34,6 +34,7 @@ from ...installed.patch_state import require_known, require_patched
 from ...installed.verl import find_verl_root
 from .. import replaced
 from ..launch import light_verl
+from ..launch.data_files import rows_of
 from ..launch.inputs import require_inputs
 from ..launch.run_config import (
     address_to_join,
@@ -261,7 +262,8 @@ def _adopt_adapter(review: Review) -> None:
 def _fit_batch_sizes(review: Review) -> None:
     """Make micro-batches fit their batches. Raises ConfigError if other sizes do not divide."""
     _set(review, fit_batch_sizes(review.resolved, review.placement))
-    _set(review, fit_capacity(review.resolved, review.knobs))
+    count_prompts = partial(rows_of, review.resolved, "val")
+    _set(review, fit_capacity(review.resolved, review.knobs, count_prompts))
 
 
 def _set(review: Review, found: Mapping[str, tuple[Any, str]]) -> None:

@@ -46,7 +46,7 @@ from ...observe.causes import causes
 from ...observe.observers import ACCOUNT, FILE_ATTEMPTS, LOST, OVERLAP, SELECTION, Observers
 from ...observe.run_directory.agent_output import FOLDER, AgentOutputFolder
 from ...observe.run_directory.event_file import EventFile
-from ...observe.run_directory.summary import RunRecorder, write_atomically
+from ...observe.run_directory.summary import RunRecorder, side_effects, write_atomically
 from ...observe.table import closing, header
 from ...observe.trackers import Trackers
 from ...observe.watchdog import Watchdog
@@ -201,7 +201,7 @@ class PipelineRun:
         say(f"SIGTERM: the run ends once step {step} has a checkpoint, at the latest in {notice_s:g} s")
         try:
             await asyncio.wait_for(saved.wait(), notice_s)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # another class before Python 3.11
             say(f"step {step} has no checkpoint yet; the last complete one is of step {checkpoints.last}")
 
     async def _run(self) -> None:
@@ -256,12 +256,8 @@ class PipelineRun:
                 overlap_s = overlap.seconds if observers.is_on(OVERLAP) else None
                 summary = self.recorder.summarize(flow.result(), overlap_s, time.time(), failure)
                 summary |= observers.value(ACCOUNT, self.accounts.summary, lost=LOST[ACCOUNT]) or {}
-                if observers.off:
-                    summary["observers_off"] = dict(observers.off)
+                summary |= side_effects(observers.off, flow.checkpoints if schedule.save_every else None)
                 summary["bad_data"] = self.bad_data.summary()
-                if schedule.save_every:
-                    summary["checkpoint_last"] = flow.checkpoints.last
-                    summary["checkpoints_failed"] = flow.checkpoints.failures
                 # A full disk must not replace the error of the run, nor end one that is complete.
                 path = folder.path / "summary.json"
                 observers.value(path.name, write_atomically, path, summary, lost="without that file")

@@ -34,6 +34,11 @@ def test_gauges_of_numbers_are_set_and_created_once(load: Load, monkeypatch: pyt
     assert seen == [("async_pipeline_lag_mean", v, {"run": "smoke"}) for v in (1.5, 2.0)]
 
 
+def test_names_of_runs_and_data_need_not_be_ascii(load: Load) -> None:
+    module = load("recipe.async_pipeline.verl_bridge.trainer.reporting.ray_metrics")
+    module.RayGauges("läuft").show({"async_pipeline/source/実験/reward": 1.0})
+
+
 def test_names_are_valid_in_prometheus(load: Load) -> None:
     module = load("recipe.async_pipeline.verl_bridge.trainer.reporting.ray_metrics")
     assert (

@@ -17,11 +17,16 @@ def gauge_name(metric: str) -> str:
     return _NOT_IN_A_NAME.sub("_", metric)
 
 
+def _in_ascii(text: str) -> str:
+    """Return a text that Ray accepts as a tag or a description."""
+    return text.encode("ascii", "backslashreplace").decode("ascii")
+
+
 class RayGauges:
     """One gauge per metric, created on first use; all have the tag `run`."""
 
     def __init__(self, run: str) -> None:
-        self._tags = {"run": run}
+        self._tags = {"run": _in_ascii(run)}
         self._gauges: dict[str, Gauge] = {}
 
     def show(self, metrics: Mapping[str, object]) -> None:
@@ -30,5 +35,7 @@ class RayGauges:
             if not metric.startswith(PREFIX) or not isinstance(value, int | float):
                 continue
             if metric not in self._gauges:
-                self._gauges[metric] = Gauge(gauge_name(metric), description=metric, tag_keys=("run",))
+                self._gauges[metric] = Gauge(
+                    gauge_name(metric), description=_in_ascii(metric), tag_keys=("run",)
+                )
             self._gauges[metric].set(float(value), tags=self._tags)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ....console import write_whole
-from ....observe.table import MARK
+from ....observe.table import marked
 
 
 def say(text: str) -> None:
-    """Write a line for the user, with the mark that `watch` looks for."""
-    echo(f"{MARK} {text}")
+    """Write lines for the user, with the mark that `watch` looks for."""
+    echo(marked(text))
 
 
 def echo(line: str) -> None:
