@@ -442,14 +442,6 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             why="it refuses to mask tokens on a CPU, which XGrammar itself can do",
             remove_when="SGLang applies grammars on a CPU",
         ),
-        Replacement(
-            "sglang.srt.models.qwen2_5_vl",
-            "Qwen2_5_VisionRotaryEmbedding",
-            "rollout.sglang.cpu_stubs:of_positions",
-            why="it gives transformers' module a length, where the release that vLLM needs takes positions",
-            remove_when="SGLang is made for transformers 5.10",
-            wraps=True,
-        ),
     ),
 }
 """By the part that a process applies."""

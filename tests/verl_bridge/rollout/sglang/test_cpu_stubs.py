@@ -101,3 +101,18 @@ def test_of_the_kernels_only_those_for_cpus_have_names() -> None:
         "from sgl_kernel import merge_state_v2"
     )
     assert "cannot import name 'merge_state_v2'" in run(code, VERL_PLATFORM="").stderr
+
+
+def test_a_length_and_its_positions_have_the_same_angles() -> None:
+    code = (
+        f"import torch, {MODULE} as stubs\n"
+        "from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionRotaryEmbedding\n"
+        "positions = torch.arange(5)\n"
+        "angles = Qwen2_5_VisionRotaryEmbedding(8)(positions[:, None])\n"
+        "stubs.angles_by_length()\n"
+        "embedding = Qwen2_5_VisionRotaryEmbedding(8)\n"
+        "assert embedding(positions[:, None]).equal(angles)\n"
+        "assert embedding(5).equal(angles) and embedding(torch.tensor(5)).equal(angles)\n"
+    )
+    done = run(code, VERL_PLATFORM="")
+    assert done.returncode == 0, done.stderr[-2000:]

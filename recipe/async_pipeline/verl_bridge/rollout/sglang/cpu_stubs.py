@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -179,18 +180,26 @@ def apply_mask(grammar: Any, logits: Any, vocab_mask: Any) -> None:
     apply_token_bitmask_inplace(logits, vocab_mask)
 
 
-def of_positions(stock: Any) -> Any:
-    """Return transformers' rotary embedding of a vision tower for a caller that has a length.
+def angles_by_length() -> None:
+    """Let transformers' rotary embedding of Qwen2.5-VL's vision tower take a length, too.
 
-    It returns the angles of each position before it.
+    SGLang gives it one up to 0.5.18, as the release of transformers took that SGLang 0.5.12 is made for. The
+    release that vLLM needs takes positions.
     """
     import torch
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
-    class OfLength(stock):  # type: ignore[misc]
-        def forward(self, length: Any) -> Any:
-            return super().forward(torch.arange(int(length)))
+    embedding = modeling_qwen2_5_vl.Qwen2_5_VisionRotaryEmbedding
+    stock = embedding.forward
+    if "position_ids" not in inspect.signature(stock).parameters:
+        return
 
-    return OfLength
+    def forward(self: Any, position_ids: Any) -> Any:
+        # SGLang reads the length from a tensor.
+        is_length = not isinstance(position_ids, torch.Tensor) or position_ids.dim() == 0
+        return stock(self, torch.arange(int(position_ids)) if is_length else position_ids)
+
+    embedding.forward = forward
 
 
 class _AtFirstImport(importlib.abc.MetaPathFinder):

@@ -21,6 +21,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
     if on_cpu():
         cpu_stubs.without_pinning()
+        cpu_stubs.angles_by_length()
     replaced.apply("SGLang's scheduler")
     scheduler.run_scheduler_process(*args, **kwargs)
 
