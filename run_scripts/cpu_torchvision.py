@@ -8,51 +8,46 @@ when it is imported, which fails if no library has declared them. They are decla
 
 from __future__ import annotations
 
-import importlib.abc
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 SCHEMAS = ("nms", "qnms")
-_declared: list[Any] = []
+_declared: list[object] = []
 """The library of the declarations, which end with it."""
 
 
-class AtImport(importlib.abc.MetaPathFinder):
-    """Finds torchvision as Python does, with a loader that declares the operators first."""
+class AtImport:
+    """Finds torchvision as Python does, with a loader that declares the operators first.
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "torchvision":
-            return None
-        spec = PathFinder.find_spec(name, path, target)
+    Each process has one, so this module imports next to nothing.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name) if name == "torchvision" else None
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
-        def declare_and_execute(module: ModuleType) -> None:
-            declare(Path(str(spec.origin)).with_name("_C.so"))
-            execute(module)
+        def declare_and_execute(module: object) -> None:
+            declare(str(spec.origin).replace("__init__.py", "_C.so"))
+            execute(module)  # type: ignore[arg-type]
 
         # Not when the package is only looked for: declaring imports torch.
         vars(spec.loader)["exec_module"] = declare_and_execute
         return spec
 
 
-def declare(library: Path) -> None:
+def declare(library: str) -> None:
     """Declare the operators, unless torchvision's own library does."""
     import torch
 
     try:
         torch.ops.load_library(library)
     except OSError:
-        _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
+        declared = torch.library.Library("torchvision", "FRAGMENT")
         for name in SCHEMAS:
-            _declared[-1].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(declared)
 
 
-sys.meta_path.insert(0, AtImport())
+sys.meta_path.insert(0, AtImport())  # type: ignore[arg-type]
