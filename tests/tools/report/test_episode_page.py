@@ -145,3 +145,19 @@ def test_long_texts_and_many_episodes_are_bounded(monkeypatch: pytest.MonkeyPatc
 def test_a_step_without_texts_is_a_page_too() -> None:
     page = page_of(episode("other", None, prompt=None), without_text="the run wrote no text")
     assert {"the run wrote no text", "Prompt other", "reward none"} <= {*page.texts}
+
+
+def test_a_prompts_pictures_are_shown_once_and_missing_ones_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here.png").write_bytes(b"PNG")
+    pictures = (str(tmp_path / "here.png"), "https://example.org/there.jpg")
+    both = [episode(f"u_{n}_0", 1.0, TextPart(True, "x", 1), pictures=pictures) for n in range(2)]
+    page = page_of(*both)
+    assert [(one["src"], one["alt"]) for one in page.all("img")] == [
+        ("data:image/png;base64,UE5H", "here.png")
+    ]
+    assert "there.jpg" in page.texts
+
+    monkeypatch.setattr(module, "MAX_PAGE", 3)
+    assert page_of(*both).all("img") == [], "no room"

@@ -116,6 +116,8 @@ def _conversation(one: EpisodeRecord, number: int, count: int) -> Iterator[str]:
     ]
     yield ""
     yield "  ".join(about)
+    for picture in one.pictures:
+        yield f"  {READ} picture {picture}"
     parts = [TextPart(False, one.prompt or ""), *one.parts]
     for own, turn in groupby(parts, key=lambda part: part.own):
         text = "".join(part.text for part in turn)

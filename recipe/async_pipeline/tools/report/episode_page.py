@@ -6,6 +6,7 @@ with its tool calls and the versions that wrote it.
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -78,11 +79,20 @@ class ShownEpisode(NamedTuple):
         return self.conversations[-1].record
 
 
+class SeenPicture(NamedTuple):
+    """A picture of a prompt."""
+
+    name: str
+    source: str
+    """The picture itself as a data URI; empty if its file is not there, or the page has no room for it."""
+
+
 class ShownGroup(NamedTuple):
     """The shown episodes of a prompt."""
 
     heading: str
     about: Sequence[str]
+    pictures: Sequence[SeenPicture]
     prompt: ShownTurn | None
     """None if the prompt is unknown, or not the same for all."""
     episodes: Sequence[ShownEpisode]
@@ -156,6 +166,11 @@ def _groups(read: EpisodesRead, shown: Sequence[Sequence[EpisodeRecord]]) -> lis
         members.sort(key=lambda episode: _session_of(episode[-1].key))
         texts = {one.prompt for episode in members for one in episode}
         common = texts.pop() if len(texts) == 1 else None
+        pictures = [
+            _picture(name, room)
+            for name in dict.fromkeys(name for one in members for name in one[-1].pictures)
+        ]
+        room -= sum(len(one.source) for one in pictures)
         made = []
         for episode in members:
             room -= sum(_size(one, with_prompt=common is None) for one in episode)
@@ -165,8 +180,17 @@ def _groups(read: EpisodesRead, shown: Sequence[Sequence[EpisodeRecord]]) -> lis
             ]
             made.append(ShownEpisode(conversations, outputs.get(episode_of(episode[-1].key), ())))
         prompt = _turn("prompt", [TextPart(False, common)]) if common else None
-        groups.append(ShownGroup(f"Prompt {uid}", _about(made), prompt, made))
+        groups.append(ShownGroup(f"Prompt {uid}", _about(made), pictures, prompt, made))
     return groups
+
+
+def _picture(name: str, room: int) -> SeenPicture:
+    """Return a picture of a prompt, whose source has at most about `room` characters."""
+    try:
+        data = b64encode(Path(name).read_bytes()).decode()
+    except OSError:
+        data = ""
+    return SeenPicture(Path(name).name, f"data:image/png;base64,{data}" if 0 < len(data) <= room else "")
 
 
 def _about(episodes: Sequence[ShownEpisode]) -> list[str]:

@@ -135,3 +135,15 @@ def test_a_run_without_such_a_step_is_refused(tmp_path: Path) -> None:
     AgentOutputFolder(tmp_path).add(1, [FailedAttempt("u_0", 1, "agent_failed", "a bug", "Traceback")])
     with pytest.raises(RunFilesError, match="has no trained step.*; .*agent_output has the failed attempts"):
         read_episodes(run)
+
+
+def test_the_pictures_of_a_prompt_are_found_where_the_run_put_them(tmp_path: Path) -> None:
+    named = {"pictures": ["pictures/1.png", "photos/7.jpg"]}
+    rows = [text_of(key, i) | (named if i == 0 else {}) for i, key in enumerate(keys_of(2))]
+    run = run_of(tmp_path, [*whole()], {2: rows})
+    picture = tmp_path / "texts" / "pictures" / "1.png"
+    picture.parent.mkdir()
+    picture.touch()
+    first, *others = read_episodes(run, 2).episodes
+    assert first.pictures == (str(picture), "photos/7.jpg"), "the second one has a name in the data alone"
+    assert not any(one.pictures for one in others)

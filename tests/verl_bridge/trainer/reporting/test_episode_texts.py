@@ -56,12 +56,14 @@ class Store:
                 "rm_scores": torch.tensor([score for ids, _ in parts for score in scores(ids)]),
                 "reward_model": {"ground_truth": ""},
                 "extra_info": self._info,
+                "raw_prompt": [{"role": "user", "content": [{"type": "image", "image": f"{key}.jpg"}]}],
                 "extra_fields": {"reward_extra_info": EXTRA[key]} if key in EXTRA else {},
             }
             rows.append({name: row[name] for name in select_fields})
         return list_of_dict_to_tensordict(rows)
 
 
+@pytest.mark.parametrize("processor", [None, "a processor"])
 @pytest.mark.parametrize(
     ("info", "columns", "place"),
     [
@@ -78,12 +80,13 @@ def test_the_parts_of_responses_are_written(
     info: Any,
     columns: list[str],
     place: Any,
+    processor: Any,
 ) -> None:
     base, meta = load("verl.trainer.ppo.v1.trainer_base"), load("transfer_queue").KVBatchMeta
     trainer: Any = type("Trainer", (base.PPOTrainer,), {})
     trainer.__abstractmethods__ = frozenset()
     view = object.__new__(trainer)
-    view.tokenizer, view.global_steps = make_tokenizer(), 4
+    view.tokenizer, view.processor, view.global_steps = make_tokenizer(), processor, 4
     view._init_dump_executor()
     store = Store(view.tokenizer, info)
     for one in (module, base):
@@ -93,7 +96,10 @@ def test_the_parts_of_responses_are_written(
     spans = spans_of([(2, 0), (3, 8), (4, 9)])
     trajectory = Trajectory(key="u_0_0", first_version=2, last_version=4, num_tokens=4, spans=spans)
     group = Group(
-        uid="u", step=4, trajectories=(trajectory,), payload=[["responses", "extra_fields", *columns]]
+        uid="u",
+        step=4,
+        trajectories=(trajectory,),
+        payload=[["responses", "raw_prompt", "extra_fields", *columns]],
     )
 
     module.log_rollout_data(view, StepBatch(step=4, groups=(group,), payload=payload), {}, str(tmp_path))
@@ -111,6 +117,8 @@ def test_the_parts_of_responses_are_written(
     }
     assert rows["u_0_0"]["output"] == "R\n#..G>é"
     assert [row.get("place") for row in rows.values()] == [place] * 3
+    seen = {key: None if processor is None else [f"{key}.jpg"] for key in rows}
+    assert {key: row.get("pictures") for key, row in rows.items()} == seen
     assert {key: (row["acc"], row["pred"]) for key, row in rows.items()} == {
         "u_0_0": (1.0, "46"),
         "u_1_0": (0.0, None),

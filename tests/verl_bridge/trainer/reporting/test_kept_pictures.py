@@ -89,3 +89,29 @@ def test_a_sample_without_a_picture_is_left_out(
     """One that was kept by a process that kept none, for example."""
     found = kept(module, monkeypatch, tmp_path, Store(without=("a_0_0",)), "a", "b")
     assert [one.prompt for one in found] == ["prompt b_0_0"]
+
+
+def test_pictures_of_prompts_are_written_once(module: ModuleType, tmp_path: Path) -> None:
+    red, wide = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("L", (1024, 512), 7)
+    content = [
+        {"type": "text", "text": "and"},
+        {"type": "image", "image": red},
+        {"type": "image", "image": wide},
+        {"type": "image", "image": "https://example.org/photo.jpg"},
+    ]
+    messages = [{"role": "system", "content": "look"}, {"role": "user", "content": content}]
+    first, second, third = module.of_prompt(messages, tmp_path)
+    assert third == "https://example.org/photo.jpg"
+    with Image.open(tmp_path / first) as image:
+        assert image.tobytes() == red.tobytes()
+    with Image.open(tmp_path / second) as image:
+        assert image.size == (256, 128)
+    assert wide.size == (1024, 512), "the policy still sees the whole picture"
+
+    before = (tmp_path / first).stat().st_mtime_ns
+    again = module.of_prompt(
+        [{"role": "user", "content": [{"type": "image", "image": red.copy()}]}], tmp_path
+    )
+    assert again == [first] and (tmp_path / first).stat().st_mtime_ns == before
+    assert len([*(tmp_path / "pictures").iterdir()]) == 2
+    assert module.of_prompt([{"role": "user", "content": "text"}], tmp_path) == []

@@ -55,6 +55,8 @@ class EpisodeRecord:
     """Answers of the policy."""
     turn_rewards: tuple[float, ...] = ()
     """Of each turn; empty if only the response as a whole has a reward."""
+    pictures: tuple[str, ...] = ()
+    """Files of the pictures of the prompt, or the names that the data has for them."""
     place: Mapping[str, Any] = field(default_factory=dict)
     """`index` and `seed` of its prompt, as far as they are known."""
 
@@ -173,6 +175,7 @@ def _with_text(one: EpisodeRecord, text: Mapping[str, Any]) -> EpisodeRecord:
             for own, part, *version in parts
         ),
         turn_rewards=tuple(text.get("turn_rewards") or ()),
+        pictures=tuple(text.get("pictures") or ()),
         place=text.get("place") or {},
     )
 
@@ -200,6 +203,13 @@ def _texts(run: Path, step: int) -> tuple[Mapping[str, Mapping[str, Any]], str]:
         file = inside
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            row["pictures"] = [_picture(file.parent, str(name)) for name in row.get("pictures") or ()]
         return {str(row["uid"]): row for row in rows}, ""
     except (OSError, ValueError, KeyError, TypeError):
         return {}, f"{file} cannot be read"
+
+
+def _picture(folder: Path, name: str) -> str:
+    """Return the path of a picture that the run has written, and the name of another as it is."""
+    return str(folder / name) if (folder / name).is_file() else name

@@ -7,6 +7,7 @@ verl decodes a response as a whole. The files get more columns:
                   it]`, the version null if none did or it is unknown; null if all is one part of the policy
     turn_rewards  of each turn of the policy; null if only the response as a whole has a reward
     place         `index` and `seed` of the row's extra_info, as far as it has them
+    pictures      files with the pictures of the prompt, below the folder; of a model with a processor
     others        what the reward function returned besides the score, as in verl's files of validations
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
+from pathlib import Path
 from typing import Any
 
 import transfer_queue as tq
@@ -22,8 +24,10 @@ import transfer_queue as tq
 from ....core.groups.items import StepBatch
 from ....core.lag.token_spans import TokenSpan
 from ..batches.verl_stages import own_copy
+from .kept_pictures import of_prompt
 
 INFO, PLACE = "extra_info", ("index", "seed")
+MESSAGES = "raw_prompt"
 EXTRA, REWARD = "extra_fields", "reward_extra_info"
 
 
@@ -32,25 +36,26 @@ def log_rollout_data(view: Any, batch: StepBatch, timing: dict[str, float], fold
     dump = view._dump_generations
 
     def with_columns(*, reward_extra_infos_dict: dict[str, list[Any]], **more: Any) -> None:
-        columns = _columns(view.tokenizer, batch, reward_extra_infos_dict["uid"])
+        columns = _columns(view, batch, reward_extra_infos_dict["uid"], Path(folder))
         dump(reward_extra_infos_dict={**columns, **reward_extra_infos_dict}, **more)
 
     view._dump_generations = with_columns
     view._log_rollout_data(own_copy(batch.payload), timing, folder)
 
 
-def _columns(tokenizer: Any, batch: StepBatch, keys: Sequence[str]) -> dict[str, list[Any]]:
+def _columns(view: Any, batch: StepBatch, keys: Sequence[str], folder: Path) -> dict[str, list[Any]]:
     """Return the further columns of rows with these keys. Blocks on the sample store."""
     names = {name for group in batch.groups for columns in group.payload or () for name in columns}
     spans = {one.key: one.spans or () for group in batch.groups for one in group.trajectories}
     # Not `response_mask`, which has lost the tokens that are too old.
-    fields = ["responses", "loss_mask", "rm_scores", *(name for name in (INFO, EXTRA) if name in names)]
+    further = (INFO, EXTRA, *([MESSAGES] if view.processor is not None else []))
+    fields = ["responses", "loss_mask", "rm_scores", *(name for name in further if name in names)]
     data = tq.kv_batch_get(keys=list(keys), partition_id=batch.payload.partition_id, select_fields=fields)
 
     rows = zip(keys, data["responses"].unbind(0), data["loss_mask"].unbind(0), strict=True)
     found = _of_rewards(data[EXTRA]) if EXTRA in names else {}
     found["turns"] = [
-        _turns(tokenizer, ids.tolist(), mask.tolist(), spans.get(key, ())) for key, ids, mask in rows
+        _turns(view.tokenizer, ids.tolist(), mask.tolist(), spans.get(key, ())) for key, ids, mask in rows
     ]
     found["turn_rewards"] = [
         _turn_rewards(mask.tolist(), scores.tolist())
@@ -58,6 +63,8 @@ def _columns(tokenizer: Any, batch: StepBatch, keys: Sequence[str]) -> dict[str,
     ]
     if INFO in names:
         found["place"] = [_place(getattr(info, "data", info)) for info in data[INFO]]
+    if MESSAGES in fields:
+        found["pictures"] = [of_prompt(getattr(one, "data", one), folder) for one in data[MESSAGES]]
     return found
 
 

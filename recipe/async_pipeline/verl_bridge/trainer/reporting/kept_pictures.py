@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep a few pictures of each trained step in the run directory, for the report."""
+"""Keep pictures for people: some that a policy drew, for the report, and those in prompts, for `episodes`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import transfer_queue as tq
+import xxhash
 
 from ....core.groups.items import StepBatch, Trajectory
 from ....observe.run_directory.picture_folder import Picture, PictureFolder
@@ -16,6 +19,8 @@ from ...rollout.diffusers.fields import PICTURE
 
 PICTURES = 4
 """Pictures of a step: the first sample of as many prompts."""
+OF_PROMPTS = "pictures"
+"""The folder of pictures of prompts, next to the files of verl's generations."""
 LONGEST_SIDE = 256
 """Pixels; larger pictures are kept smaller."""
 
@@ -71,6 +76,33 @@ def _write(picture: Any, path: Path) -> None:
     from PIL import Image
 
     pixels = torch.as_tensor(picture).permute(1, 2, 0).contiguous().numpy()
-    image = Image.fromarray(pixels)
+    _save(Image.fromarray(pixels), path)
+
+
+def _save(image: Any, path: Path) -> None:
+    """Write a picture of Pillow, smaller if it is large. Changes the picture."""
     image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     image.save(path)
+
+
+def of_prompt(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
+    """Write the pictures of a prompt below `folder`, each once, and return their names there.
+
+    A picture that the data names by a path or address is not written, and has that name.
+    """
+    names = []
+    contents = (message["content"] for message in messages)
+    for part in chain.from_iterable(content for content in contents if not isinstance(content, str)):
+        if part.get("type") != "image":
+            continue
+        image = part.get("image")
+        if not hasattr(image, "convert"):
+            names.append(str(image))
+            continue
+        copy = image.convert("RGB")
+        name = f"{OF_PROMPTS}/{xxhash.xxh3_64_hexdigest(copy.tobytes())}-{copy.width}x{copy.height}.png"
+        if not (folder / name).exists():
+            (folder / OF_PROMPTS).mkdir(parents=True, exist_ok=True)
+            _save(copy, folder / name)
+        names.append(name)
+    return names
