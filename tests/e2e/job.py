@@ -32,6 +32,8 @@ STRAGGLES_S = 40.0
 """How long an answer takes that is meant to hold a step up."""
 UPDATE_S = 8.0
 """Of an optimizer step that is meant to take ten times as long as generation."""
+LOOK = ("+task=look", "trainer.val_before_train=False", "trainer.test_freq=-1")
+"""Overrides of a job with pictures, without validations."""
 MARK = "ASYNC_PIPELINE_TEST_JOB"
 """Every process of a job inherits this variable; other jobs on the machine are none of our business."""
 

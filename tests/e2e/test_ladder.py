@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.lab.gpu_kit.ladder import COMPARED, LOOP
-from tests.e2e.job import ROOT, check_clean_end, check_events, run_job, smoke_command
+from tests.e2e.job import LOOK, ROOT, check_clean_end, check_events, run_job, smoke_command
 from tests.e2e.weights import WITHOUT_GRADIENT, assert_same_weights, saved_weights
 
 pytestmark = pytest.mark.e2e
@@ -28,7 +28,6 @@ FOLDER, LOSS = "ASYNC_PIPELINE_LOG_PROBS", "probed"
 TOLERANCE = 1e-5
 TWO_ENGINES = 1e-4
 MEGATRON = "training_engine=megatron"
-LOOK = ("+task=look", "trainer.val_before_train=False", "trainer.test_freq=-1")
 NORMALIZED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_device_do_normalize=False"
 """With verl alone, vLLM would scale pixels by numbers that it drew at random."""
 

@@ -14,6 +14,7 @@ import pytest
 
 from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.e2e.job import (
+    LOOK,
     Event,
     Job,
     check_clean_end,
@@ -28,7 +29,6 @@ from tests.e2e.job import (
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.e2e
-LOOK = ("+task=look", "trainer.val_before_train=False", "trainer.test_freq=-1")
 SGLANG = "actor_rollout_ref.rollout.name=sglang"
 KL_MAX = 0.005
 """Of one policy between the trainer's log-probs and the engine's."""
