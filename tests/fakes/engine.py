@@ -106,10 +106,10 @@ class FakeEngine(RecordingAdapter):
             self.held[LM_HEAD] = self.held[EMBED]
         self.sealed = 0
 
-    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor], int], None]) -> None:
         """Have the weights in the memory of a device, which adopts them."""
         self.device = device
-        adopt(self.held.values())
+        adopt(self.held.values(), device.index)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return dict(self.held)

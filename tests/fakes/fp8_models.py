@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
+from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
-from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
-from recipe.async_pipeline.verl_bridge.rollout.vllm.block_fp8 import BlockFp8
-from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
-from recipe.async_pipeline.weight_sync.engine.engine_adapter import Computed, Expected
-from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
-from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Convert, Named
-from recipe.async_pipeline.weight_sync.memory.manifest import TensorEntry
+from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter
+from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Named
 from tests.fakes.vllm_models import as_rank, config_of
 
 QUANTIZED = {
@@ -33,11 +29,11 @@ QUANTIZED = {
 """What verl's server asks of vLLM with `rollout.quantization=fp8`."""
 
 
-class Fp8Rank(RecordingAdapter):
-    """An adapter of a quantized model that vLLM built."""
+class Fp8Rank(VllmAdapter):
+    """The adapter of a quantized model that vLLM built, without vLLM's worker."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, folder: Path, rank: int, size: int, *, packed: bool = True) -> None:
+        """`packed`: whether vLLM prepares the weights for its kernel, for which a CPU needs AVX-512."""
         apply_vllm_quant_patches()
         self.rank, self.size = rank, size
         quantized = {"quantization": "fp8", "hf_overrides": {"quantization_config": QUANTIZED}}
@@ -45,21 +41,20 @@ class Fp8Rank(RecordingAdapter):
         with pytest.MonkeyPatch.context() as patched, self._here():
             # The kernel is chosen while the model is built; no product is computed here.
             patched.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-            self.model: torch.nn.Module = initialize_model(self.config)
-            process_weights_after_loading(self.model, self.config.model_config, torch.device("cpu"))
-        self.model.requires_grad_(False)
-        for tensor in self.tensors().values():
+            patched.setattr(_custom_ops, "_supports_cpu_fp8_w8a16", True)
+            model: torch.nn.Module = initialize_model(self.config)
+            if packed:
+                process_weights_after_loading(model, self.config.model_config, torch.device("cpu"))
+        model.requires_grad_(False)
+        runner = SimpleNamespace(model=model, vllm_config=self.config)
+        super().__init__(SimpleNamespace(device=torch.device("cpu"), model_runner=runner))
+        for tensor in self.tensors().values() if packed else ():
             tensor.view(torch.uint8).fill_(1)
-        self._table = served_layout(self.model)
-        runner = SimpleNamespace(model=self.model, vllm_config=self.config)
-        fp8 = BlockFp8.of(runner, self._table)
-        assert fp8 is not None
-        self._fp8 = fp8
 
-    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor], int], None]) -> None:
         """Have the weights in the memory of a device, which adopts them."""
         self.device = device
-        adopt(self.tensors().values())
+        adopt(self.tensors().values(), device.index)
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -72,32 +67,10 @@ class Fp8Rank(RecordingAdapter):
             patched.setattr(torch.distributed, "get_rank", lambda: self.rank)
             yield
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return dict(served_tensors(self.model))
-
-    def begin(self) -> None:
-        self._fp8.begin()
-
-    def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
-        return self._fp8.convert_piece(piece, self.device)
-
     def load(self, pieces: Iterable[Sequence[Named]]) -> None:
         with self._here():
-            for piece in pieces:
-                self._fp8.load(piece)
-
-    def finish(self) -> None:
-        pass
-
-    def computed(self) -> Sequence[Computed]:
-        return self._fp8.computed(self._layout, self.tensors())
-
-    def conversion(self) -> Convert | None:
-        return self._fp8.conversion(self.device)
+            super().load(pieces)
 
     def seal(self) -> None:
         with self._here():
-            self._fp8.end()
-
-    def expected(self, entry: TensorEntry) -> Expected | None:
-        return self._table.expected(entry)
+            super().seal()

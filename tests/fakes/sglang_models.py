@@ -153,8 +153,8 @@ def make_rank(
         parameter.data.normal_()
     device = torch.device("cpu")
     if simulated is not None:
-        device = DEVICE
-        simulated.adopt([*model.parameters(), *model.buffers()])
+        device = torch.device(DEVICE.type, rank)
+        simulated.adopt([*model.parameters(), *model.buffers()], rank)
     if not lora:
         return Rank(model, device)
 

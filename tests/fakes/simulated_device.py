@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA device that is not there: its memory is host memory which only kernels of the device may touch.
+"""CUDA devices that are not there: their memory is host memory which only kernels of a device may touch.
 
 Tensors stay plain tensors with real values and addresses, so all code runs as it is. Two modes decide by
 the storage where a tensor is, and `.device` and `.is_cuda` follow from it. An operation that mixes host and
-device memory, and a read of device memory on the host without a copy, raise an error as CUDA does. Copies
+device memory or the memories of two devices, and a read of device memory on the host without a copy, raise
+an error as CUDA does. Where no index is given, the device is the first one. Copies
 that do not block are made when their stream synchronizes or runs its next operation, so a missing
 synchronization leaves old bytes.
 """
@@ -57,21 +58,30 @@ class Stream:
 
 
 class SimulatedDevice:
-    """One device. `pinned` has the sizes of the host memory that was pinned for it, in bytes."""
+    """The devices. `pinned` has the sizes of the host memory that was pinned for them, in bytes."""
 
     def __init__(self) -> None:
         self.active = True
         self.pinned: list[int] = []
         self.memory: dict[int, torch.UntypedStorage] = {}
-        """The device's storages. None is freed, so that no other memory gets its address."""
+        """The devices' storages. None is freed, so that no other memory gets its address."""
+        self.indices: dict[int, int] = {}
+        """Which device has a storage."""
         self.streams: list[Stream] = [Stream()]
         self._current = threading.local()
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move memory to the device, where it is."""
+    def adopt(self, tensors: Iterable[torch.Tensor], index: int = 0) -> None:
+        """Move memory to a device, where it is."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self.memory[storage._cdata] = storage
+            self.adopt_storage(tensor.untyped_storage(), index)
+
+    def adopt_storage(self, storage: torch.UntypedStorage, index: int) -> None:
+        self.memory[storage._cdata] = storage
+        self.indices[storage._cdata] = index
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Return which device has a tensor, or None if it is in host memory."""
+        return self.indices.get(tensor.untyped_storage()._cdata)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in the device's memory."""
@@ -146,27 +156,30 @@ class _Rules(TorchDispatchMode):
             self._check(func, args, tensors)
             simulated.stream.synchronize()
         result = func(*args, **kwargs)
-        if here or (asked is not None and torch.device(asked).type == DEVICE.type):
-            simulated.adopt(_tensors_in(result))
+        index = simulated.index_of(here[0]) if here else _index(asked)
+        if index is not None:
+            simulated.adopt(_tensors_in(result), index)
         return result
 
     def _check(self, func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises WrongMemory if an operand is in host memory; single numbers may be."""
+        """Raises WrongMemory if an operand is elsewhere; single numbers may be in host memory."""
         looked_at = [args[0], *_tensors_in(args[2:])] if func in _INDEXED else tensors
         for tensor in looked_at:
             if tensor.dim() and not self._simulated.holds(tensor):
                 raise WrongMemory(
                     f"{func} runs on the device, but got a tensor of {tuple(tensor.shape)} in host memory"
                 )
+        indices = {str(self._simulated.index_of(one)) for one in tensors if self._simulated.holds(one)}
+        if len(indices) > 1:
+            raise WrongMemory(f"{func} got tensors of the devices {', '.join(sorted(indices))}")
 
     def _moved(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         simulated, asked = self._simulated, kwargs.pop("device", None)
-        was = simulated.holds(tensor)
-        there = was if asked is None else torch.device(asked).type == DEVICE.type
+        index = simulated.index_of(tensor) if asked is None else _index(asked)
         blocks = not kwargs.pop("non_blocking", False)
         moved = torch.empty_like(tensor, dtype=kwargs.get("dtype") or tensor.dtype)
-        if there:
-            simulated.adopt([moved])
+        if index is not None:
+            simulated.adopt([moved], index)
         simulated.copy([(moved, tensor)], blocks=blocks)
         return moved
 
@@ -184,7 +197,7 @@ class _Properties(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__" and simulated.holds(args[0]):
             said: Mapping[Any, Any] = {
-                torch.Tensor.device: DEVICE,
+                torch.Tensor.device: torch.device(DEVICE.type, simulated.index_of(args[0])),
                 torch.Tensor.is_cuda: True,
                 torch.Tensor.is_cpu: False,
             }
@@ -194,11 +207,11 @@ class _Properties(TorchFunctionMode):
             raise TypeError("can't convert cuda:0 device type tensor to numpy; copy it to host memory first")
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
             return self._to(func, *args, **kwargs)
-        asked = kwargs.get("device")
-        if asked is None or torch.device(asked).type != DEVICE.type:
+        index = _index(kwargs.get("device"))
+        if index is None:
             return func(*args, **kwargs)
         made = func(*args, **kwargs | {"device": torch.device("cpu")})
-        simulated.adopt(_tensors_in(made))
+        simulated.adopt(_tensors_in(made), index)
         return made
 
     def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -207,14 +220,23 @@ class _Properties(TorchFunctionMode):
             args = (func.__name__, *args)
         if isinstance(args[0] if args else None, torch.Tensor):
             other = args[0]
-            args = (DEVICE if simulated.holds(other) else torch.device("cpu"), other.dtype, *args[1:])
+            args = (_place(simulated.index_of(other)), other.dtype, *args[1:])
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        was = simulated.holds(tensor)
-        there = was if device is None else device.type == DEVICE.type
-        if was == there and dtype in (None, tensor.dtype) and not copies:
+        index = simulated.index_of(tensor) if device is None else _index(device)
+        if index == simulated.index_of(tensor) and dtype in (None, tensor.dtype) and not copies:
             return tensor
-        place = DEVICE if there else torch.device("cpu")
+        place = _place(index)
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=place, non_blocking=non_blocking)
+
+
+def _index(asked: Any) -> int | None:
+    """Return the index of a device, or None if it is the host's."""
+    device = torch.device("cpu" if asked is None else asked)
+    return (device.index or 0) if device.type == DEVICE.type else None
+
+
+def _place(index: int | None) -> torch.device:
+    return torch.device("cpu") if index is None else torch.device(DEVICE.type, index)
 
 
 def _tensors_in(found: Any) -> Iterator[torch.Tensor]:
@@ -240,7 +262,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     def cloned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         copied = clone(storage)
         if simulated.holds_storage(storage):
-            simulated.memory[copied._cdata] = copied
+            simulated.adopt_storage(copied, simulated.indices[storage._cdata])
         return copied
 
     def moved(target: int, source: int, nbytes: int) -> None:

@@ -121,10 +121,10 @@ class ModelRank(RecordingAdapter):
             parameter.data.normal_()
         self._table = served_layout(self.model)
 
-    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor], int], None]) -> None:
         """Have the weights in the memory of a device, which adopts them."""
         self.device = device
-        adopt(self.tensors().values())
+        adopt(self.tensors().values(), device.index)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return dict(served_tensors(self.model))

@@ -150,6 +150,22 @@ def test_the_host_and_the_device_do_not_read_each_others_memory(device: Simulate
     assert there[torch.tensor([3])].item() == 3.0
 
 
+def test_two_devices_read_each_others_memory_by_copies_only(device: SimulatedDevice) -> None:
+    first, second = torch.ones(4, device="cuda:0"), torch.zeros(4, device="cuda:1")
+    assert (second + second[:1]).device == second.clone().device == torch.device("cuda", 1)
+    mixing: list[Callable[[], object]] = [
+        lambda: first + second,
+        lambda: torch.equal(first, second),
+        lambda: second.add_(first),
+        lambda: first[second.long()],
+    ]
+    for mix in mixing:
+        with pytest.raises(WrongMemory, match="of the devices 0, 1"):
+            mix()
+    assert torch.equal(first.to(second), second.copy_(first))
+    assert first.to("cuda:1").device == second.device and first.to("cuda") is first
+
+
 def test_a_copy_ends_with_its_stream(device: SimulatedDevice) -> None:
     there, host = torch.ones(4, device=DEVICE), torch.zeros(4)
     stream = torch.cuda.Stream()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a module takes something from an object of an engine, found by annotations.
 
-An object may be an engine's if its annotation has `Any`, a protocol or torch's `Module`, if it has no
-annotation, if a class inherits it from another package, or if it comes from such an object: by a member, an
-item, a call, an assignment, a loop.
+An object may be an engine's if it is imported from one, if its annotation has `Any`, a protocol or torch's
+`Module`, if it has no annotation, if a class inherits it from another package, or if it comes from such an
+object: by a member, an item, a call, an assignment, a loop.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from recipe.async_pipeline.installed.engines import ENGINES
 from recipe.async_pipeline.tools.contract.sources import (
     OURS,
     Definition,
@@ -54,6 +55,8 @@ class EngineObjects:
         self._members = {name for owner in self._classes() for name in own_members(owner)}
         self._fields = self._open_fields()
         self._scopes: list[dict[str, bool]] = [{}]
+        self.keywords: set[str] = set()
+        """Of the calls of members of the objects, once `accesses` has been read."""
 
     def accesses(self) -> Iterator[Access]:
         """Yield what is taken from them, by line."""
@@ -86,6 +89,8 @@ class EngineObjects:
             self._scopes.append(self._parameters(node))
             for _ in range(2):  # a variable may be assigned below
                 self._assign(node)
+        if isinstance(node, ast.Call) and self._is_engines(node.func):
+            self.keywords |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
         if (name := self._taken(node)) is not None:
             yield Access(getattr(node, "lineno", 0), name)
         for child in ast.iter_child_nodes(node):
@@ -154,7 +159,8 @@ class EngineObjects:
         """Return whether the value of an expression may be an engine's object."""
         match node:
             case ast.Name(id=name):
-                return next((scope[name] for scope in reversed(self._scopes) if name in scope), False)
+                known = (scope[name] for scope in reversed(self._scopes) if name in scope)
+                return next(known, self._is_from_an_engine(name))
             case ast.Attribute(value=value, attr=name):
                 if self._is_self(value):
                     return self._fields.get(name, name not in self._members)
@@ -175,7 +181,7 @@ class EngineObjects:
         match function:
             case ast.Name(id=name) if name in self._returns:
                 return self._returns[name]
-            case ast.Name(id=name) if name in self._imports:
+            case ast.Name(id=name) if name in self._imports and not self._is_from_an_engine(name):
                 bound = self._imports[name]
                 found = (
                     self._sources.find(bound.module, bound.name) if bound.module.startswith(OURS) else None
@@ -190,6 +196,10 @@ class EngineObjects:
             case ast.Name(id=name) | ast.Attribute(attr=name) if name in _PASS_ON:
                 return any(map(self._is_engines, arguments))
         return self._is_engines(function)
+
+    def _is_from_an_engine(self, name: str) -> bool:
+        bound = self._imports.get(name)
+        return bound is not None and bound.module.partition(".")[0] in ENGINES
 
     def _is_self(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and node.id in ("self", "cls")

@@ -46,6 +46,7 @@ def use(core):
 TABLE = """
 from collections.abc import Mapping
 FILES: Mapping[str, str] = {{"verl_bridge/use.py": "generation", "verl_bridge/more.py": "pause"}}
+ARGUMENTS: str = "vllm.core:Core | vllm.names:'*'"
 USES: Mapping[str, object] = {uses}
 """
 
@@ -76,6 +77,7 @@ def needs_of(tmp_path: Path) -> Callable[[object], list[Need]]:
         ("vllm.core:Core", "queue", ("vllm.core:Core.queue",)),
         ("vllm.core", "helper", ("vllm.core:helper",)),
         ("vllm.core", "'flag'", ("vllm.core:'flag'",)),
+        ("vllm.core", "'.flag'", ("vllm.core:'.flag'",)),
         ("vllm.core:Core", "!flag", ("!vllm.core:Core.flag",)),
         ("vllm.core:Core", "send | async send", ("vllm.core:Core.send", "async vllm.core:Core.send")),
         ("vllm.core:Core", "size | vllm.core:Other.size", ("vllm.core:Core.size", "vllm.core:Other.size")),
@@ -122,8 +124,8 @@ def test_a_member_belongs_to_the_files_that_name_it(needs_of: Callable[[object],
 def test_a_table_of_other_values_is_refused(tmp_path: Path) -> None:
     file = tmp_path / declared.TABLES.format("vllm")
     file.parent.mkdir(parents=True)
-    file.write_text("FILES: dict = compute()\nUSES: dict = {}\n")
-    with pytest.raises(ContractError, match="FILES and USES"):
+    file.write_text('FILES: dict = compute()\nARGUMENTS: str = ""\nUSES: dict = {}\n')
+    with pytest.raises(ContractError, match="FILES, ARGUMENTS and USES"):
         declared.table_of("vllm", tmp_path)
 
 
@@ -175,13 +177,14 @@ NOT_OF_AN_ENGINE: Mapping[str, set[str]] = {
         *("models", "reports", "tensors_proved", "wrong"),
     },
     "verl_bridge/rollout/served_parts.py": {"published", "replicas", "served"},  # of `FusedPart`
-    "verl_bridge/rollout/sglang/generations.py": {"size"},  # of torch's group
+    "verl_bridge/rollout/sglang/generations.py": {"size", "send_pyobj"},  # of torch's group, of a socket
     "verl_bridge/rollout/sglang/lora.py": {"name"},  # of `TensorEntry`
     "verl_bridge/rollout/vllm/adapter.py": {
         "name",
         "_iter_all_models_with_config",
     },  # and of verl's extension
     "verl_bridge/rollout/vllm/engine.py": {"raw"},  # of `Part`
+    "verl_bridge/rules/expert_backends.py": {"text_config", "model_type"},  # of `config.json`
     # verl's configuration and its arguments.
     "verl_bridge/rollout/sglang/server.py": {
         *("engine_kwargs", "max_model_len", "max_num_seqs", "sglang", "tensor_model_parallel_size"),
@@ -195,7 +198,8 @@ OWN = Sources(roots={OURS: PACKAGE})
 
 def undeclared(file: str, sources: Sources = OWN) -> list[str]:
     """Return what a file takes from objects of engines and no table of its engines has, with the places."""
-    known = declared_names(file) | OF_PYTHON_AND_TORCH | NOT_OF_AN_ENGINE.get(file, set())
+    known = declared_names(file) | derived_names(file) | OF_PYTHON_AND_TORCH
+    known |= NOT_OF_AN_ENGINE.get(file, set())
     taken = EngineObjects(sources, declared.module_of(sources, file), file in IN_AN_ENGINE).accesses()
     return [f"{file}:{one.line} {one.name}" for one in taken if one.name not in known]
 
@@ -204,6 +208,12 @@ def declared_names(file: str) -> set[str]:
     """Return the names of each table that lists a file."""
     listing = [engine for engine in ENGINES if file in declared.table_of(engine).files]
     return {name for engine in listing for name in table_names(engine)}
+
+
+def derived_names(file: str) -> set[str]:
+    """Return the names that the shipped contract has for a file, most of them from its imports."""
+    needs = (need for contract in engines.load(patches_dir()).values() for need in contract.needs)
+    return {one.name for need in needs if file in need.used_by for one in need.alternatives}
 
 
 def table_names(engine: str, place: str | None = None) -> set[str]:
@@ -276,8 +286,9 @@ OF_OTHERS: Mapping[str, set[str]] = {
         *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias"),
     },
     "verl_bridge/rollout/vllm/block_fp8.py": {"_scale_inv"},  # see BUILT_NAMES
-    "verl_bridge/rollout/vllm/declared_layers.py": {"GPTNeoXAttention"},  # of a model that 0.32 lacks
     "verl_bridge/rollout/vllm/engine.py": {"drain", "freeze"},  # this package's
+    "verl_bridge/rules/expert_backends.py": {"vllm", "sglang", "flashinfer"},  # engines, and a beginning
+    "verl_bridge/rules/engine_memory.py": {"vllm", "sglang"},
     "verl_bridge/rules/sglang_rules.py": {
         *("num_experts", "num_local_experts", "n_routed_experts", "intermediate_size"),
         *("moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -298,7 +309,7 @@ def test_no_word_of_a_constant_is_undeclared(file: str) -> None:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None
         for node in ast.walk(statement.value)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
-        if node.value not in declared_names(file) | OF_OTHERS.get(file, set())
+        if node.value not in declared_names(file) | derived_names(file) | OF_OTHERS.get(file, set())
     }
     assert words == set(), f"declare them in {declared.TABLES}, then run `bash run_scripts/fix.sh`"
 

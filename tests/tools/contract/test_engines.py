@@ -195,6 +195,8 @@ class Core(Base):
     def begin(self, item, more=None): ...
 def helper(a): ...
 TABLE = {"flag": 1}
+def change(core):
+    core.mark = core.flag, core.socket
 """
 PROPERTY = """    @property
     def queue(self): ...
@@ -202,7 +204,7 @@ PROPERTY = """    @property
 USER = """
 from vllm.core import Core, helper
 def use(core):
-    core.queue, core.kept, core.size, core.inherited, core.old_queue, "flag"
+    core.queue, core.kept, core.size, core.inherited, core.old_queue, "flag", core.mark, core.socket
     core.queue = []
     core.send(1)
     core.begin(1, more=2)
@@ -211,10 +213,11 @@ def use(core):
 TABLE = """
 from collections.abc import Mapping
 FILES: Mapping[str, str] = {"verl_bridge/use.py": "generation"}
+ARGUMENTS: str = "vllm.core:Core"
 USES: Mapping[str, object] = {
     "pause": {
         "vllm.core:Core": ("queue | old_queue", "kept", "size", "begin", "inherited", "!rejects"),
-        "vllm.core": ("'flag'",),
+        "vllm.core": ("'flag'", "'mark'", "'.socket'"),
     },
     "spans": {"vllm.core:Core": ("send | async send",)},
     "loads on a CPU": {"vllm.core:Core": ("kept",)},
@@ -267,7 +270,9 @@ def changed(tmp_path: Path) -> Changed:
         ("def send", "def transmit", ("Core.send | async vllm.core:Core.send", "is missing", "spans")),
         ("def helper(a)", "def helper(a, b)", ("vllm.core:helper", "does not pass b", "generation")),
         ("def helper", "def other", ("vllm.core:helper", "is missing", "generation")),
-        ('"flag"', '"mark"', ("'flag'", "is missing", "pause")),
+        ('"flag"', '"other"', ("'flag'", "is missing", "pause")),
+        ("core.mark", "core.other", ("'mark'", "is missing", "pause")),
+        ("core.socket", "core.other", ("'.socket'", "is missing", "pause")),
         ("    def send", "    def rejects(self): ...\n    def send", ("Core.rejects", "exists", "pause")),
         ("    def send", f"{PROPERTY}    def send", ("Core.queue", "assigns", "pause")),
     ],

@@ -79,6 +79,16 @@ class Run:
     assert found == {("verl.base:Base.run", "uses"), ("verl.base:Base.state", "uses")}
 
 
+def test_a_module_of_a_folder_without_init_is_followed(sources_of: MakeSources) -> None:
+    ours = "from verl.loose import base\nbase.helper(1)\n"
+    sources = sources_of({"verl/loose/base.py": VERL, "pkg/mine.py": ours})
+    assert {(use.place, use.how) for use in uses_of(sources)} == {
+        ("verl.loose.base", "imports"),
+        ("verl.loose.base:helper", "uses"),
+        ("verl.loose.base:helper", "calls"),
+    }
+
+
 def test_a_row_of_the_table_of_replacements_is_a_use_of_what_it_replaces(sources_of: MakeSources) -> None:
     rows = """
 ROWS = (

@@ -39,7 +39,7 @@ from tests.fakes.engine import (
     swapping,
     weights,
 )
-from tests.fakes.simulated_device import DEVICE, SimulatedDevice, Stream, WrongMemory, simulated_device
+from tests.fakes.simulated_device import SimulatedDevice, Stream, WrongMemory, simulated_device
 from tests.fakes.waiting import until
 
 _FP8 = torch.float8_e4m3fn
@@ -111,13 +111,14 @@ def test_weights_on_a_device_are_loaded_staged_and_proved(
         versions = (publish(trained(options, number)) for number in range(1, 4))
         check_loads(ranks, versions)
         check_stages(ranks, publish(trained(options, 4)), publish(trained(options, 5)))
-        assert all(tensor.is_cuda for rank in ranks for tensor in rank.tensors().values())
+        for rank in ranks:
+            assert {tensor.device for tensor in rank.tensors().values()} == {rank.device}
     assert device.pinned, "copies from pageable memory are slower"
 
 
 def on_device(device: SimulatedDevice, ranks: list[FakeEngine]) -> list[FakeEngine]:
-    for rank in ranks:
-        rank.move(DEVICE, device.adopt)
+    for index, rank in enumerate(ranks):
+        rank.move(torch.device("cuda", index), device.adopt)
     return ranks
 
 

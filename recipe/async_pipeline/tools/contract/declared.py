@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the code of this package needs of an engine: what it imports, and what it declares.
 
-Imports, calls of imported names and subclasses are derived from the code. Members of objects that an engine
-hands over at run time cannot be, so `declarations/<engine>.py` declares them:
+Imports, calls of imported names, subclasses and arguments of engines are derived from the code. Members of
+objects that an engine hands over at run time cannot be, so `declarations/<engine>.py` declares them:
 
     "pause": {"engine.module:Class": ("member", "old | new", "async coroutine", "!unwanted")}
 
@@ -13,7 +13,8 @@ The outer key says what breaks without them; if it ends with `on a CPU`, only ru
                     another class
     async member    a coroutine function
     !member         must not exist: its presence means that another member behaves differently
-    'word'          below a module: a string or an attribute that occurs in it, for what is set by name
+    'word'          below a module: a string, or an attribute that is assigned, for what is set by name
+    '.word'         below a module: an attribute that the module reads, for what this package replaces
 
 A key without a class names a module. A key `old | new` gives several places for each member; `module:'*'`
 among them means the word in that module. A name that is declared as well as imported is taken as declared.
@@ -22,14 +23,17 @@ among them means the word in that module. A name that is declared as well as imp
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from recipe.async_pipeline.errors import ContractError
+from recipe.async_pipeline.errors import ContractError, PatchError
+from recipe.async_pipeline.installed.verl import find_verl_root
 
+from .arguments import arguments_in, fields_in
 from .shapes import shape_of
-from .sources import OURS, Module, Sources, guarded_imports, words_in
+from .sources import OURS, THEIRS, Module, Sources, guarded_imports, words_in
 from .uses import Use, uses_of
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -58,15 +62,18 @@ class Alternative:
     def name(self) -> str:
         """The name of the member, or the word without quotes."""
         inner = self.place.rpartition(":")[2]
-        return inner.strip("'") if inner.startswith("'") else inner.rpartition(".")[2]
+        return inner.strip("'.") if inner.startswith("'") else inner.rpartition(".")[2]
 
     def shape(self, sources: Sources) -> str | None:
         """Return the shape of what is there, or None."""
         module, _, name = self.place.partition(":")
         if not name.startswith("'"):
             return shape_of(sources, self.place)
-        found = sources.module(module)
-        return "word" if found is not None and name.strip("'") in words_in(found) else None
+        found, word = sources.module(module), name.strip("'")
+        if found is None:
+            return None
+        words = words_in(found) if word.startswith(".") else sources.words(found)
+        return "word" if word.removeprefix(".") in words else None
 
 
 @dataclass(frozen=True, order=True)
@@ -90,6 +97,8 @@ class DeclaredUses:
     """What the file of an engine declares."""
 
     files: Mapping[str, str]
+    arguments: str
+    """Where the arguments of the engine are declared: a key as in `uses`."""
     uses: Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
@@ -102,17 +111,22 @@ def table_of(engine: str, package: Path = PACKAGE) -> DeclaredUses:
             for node in ast.parse(file.read_bytes()).body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
         }
-        return DeclaredUses(files=found["FILES"], uses=found["USES"])
+        return DeclaredUses(files=found["FILES"], arguments=found["ARGUMENTS"], uses=found["USES"])
     except (OSError, ValueError, KeyError, SyntaxError) as error:
         raise ContractError(
-            f"{file} must have FILES and USES of literals, got {error!r}; correct it"
+            f"{file} must have FILES, ARGUMENTS and USES of literals, got {error!r}; correct it"
         ) from None
 
 
 def sources_of(engine: str, folder: Path, package: Path = PACKAGE) -> Sources:
-    """Return the engine in `folder`, which has its `__init__.py`, and this package's files that use it."""
-    files = tuple(table_of(engine, package).files)
-    return Sources(roots={engine: folder, OURS: package}, theirs=engine, files=files)
+    """Return the engine in `folder`, which has its `__init__.py`, and this package's files that use it.
+
+    Also verl if it is installed, since this package uses subclasses of verl.
+    """
+    files, roots = tuple(table_of(engine, package).files), {engine: folder, OURS: package}
+    with suppress(PatchError):
+        roots[THEIRS] = find_verl_root() / THEIRS
+    return Sources(roots=roots, theirs=engine, files=files)
 
 
 def needs_of(sources: Sources) -> list[Need]:
@@ -125,12 +139,26 @@ def needs_of(sources: Sources) -> list[Need]:
         file = use.where.partition(":")[0]
         if use.place not in places and not _is_optional(sources, use):
             derived.setdefault((use.place, table.files[file]), set()).add(file)
+    for file, breaks in table.files.items():
+        for place in {*fields_in(sources, module_of(sources, file))} - places:
+            derived.setdefault((place, breaks), set()).add(file)
     found = [
         Need((Alternative(place),), breaks, tuple(sorted(files)))
         for (place, breaks), files in derived.items()
         if shape_of(sources, place) is not None
     ]
-    return sorted([*declared, *found])
+    return sorted([*declared, *found, *_arguments(sources, table, places)])
+
+
+def _arguments(sources: Sources, table: DeclaredUses, known: Set[str]) -> Iterator[Need]:
+    """Yield the arguments that the files name and the engine has, unless they are declared."""
+    found: dict[tuple[tuple[Alternative, ...], str], set[str]] = {}
+    for file, breaks in table.files.items():
+        for name in {*arguments_in(sources, module_of(sources, file))}:
+            alternatives = tuple(_alternative(key, name) for key in table.arguments.split(" | "))
+            if alternatives[0].place not in known and alternatives[0].shape(sources) is not None:
+                found.setdefault((alternatives, breaks), set()).add(file)
+    yield from (Need(one, breaks, tuple(sorted(files))) for (one, breaks), files in found.items())
 
 
 def _declared(sources: Sources, table: DeclaredUses) -> Iterator[Need]:

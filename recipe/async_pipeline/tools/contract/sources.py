@@ -80,9 +80,11 @@ class Sources:
     """The modules of this package that count, relative to it; None for all."""
     read: Callable[[Path], bytes] = Path.read_bytes
     exists: Callable[[Path], bool] = Path.is_file
+    parse: Callable[[bytes], ast.Module] = ast.parse
     imports: dict[str, Mapping[str, Import]] = field(default_factory=dict)
     """By module of this package, once asked for: the names that its imports of that package bind."""
     _modules: dict[str, Module | None] = field(default_factory=dict)
+    _words: dict[str, frozenset[str]] = field(default_factory=dict)
     _members: dict[str, dict[str, ClassMember]] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | None:
@@ -90,6 +92,12 @@ class Sources:
         if name not in self._modules:
             self._modules[name] = self._load(name)
         return self._modules[name]
+
+    def words(self, module: Module) -> frozenset[str]:
+        """Return the attributes that a module assigns, and its string literals, which may name some."""
+        if module.name not in self._words:
+            self._words[module.name] = assigned_words(module)
+        return self._words[module.name]
 
     def own_modules(self) -> Iterator[Module]:
         """Parse the modules of this package that count, in the order of their names."""
@@ -114,7 +122,7 @@ class Sources:
             return None
 
         try:
-            tree = ast.parse(self.read(file))
+            tree = self.parse(self.read(file))
         except SyntaxError as error:
             raise ContractError(f"{file} cannot be parsed: {error}; check the tree") from None
         package = name if is_package else name.rpartition(".")[0]
@@ -213,18 +221,22 @@ def own_members(owner: Definition) -> dict[str, ClassMember]:
             result[name] = ClassMember(owner=owner, node=node, abstract=_is_abstract(node))
 
     for method in [m.node for m in result.values() if isinstance(m.node, signatures.FunctionNode)]:
-        for target in ast.walk(method):
-            if (
-                isinstance(target, ast.Attribute)
-                and isinstance(target.ctx, ast.Store)
-                and _is_self(target.value)
-            ):
-                result.setdefault(target.attr, ClassMember(owner=owner, node=target))
+        for target in _targets(method):
+            match target:
+                case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self")):
+                    result.setdefault(name, ClassMember(owner=owner, node=target))
     return result
 
 
-def _is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
+def _targets(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes in what the statements below one assign to; expressions assign no attributes."""
+    parts = (getattr(node, part, ()) for part in ("body", "orelse", "finalbody", "handlers", "cases"))
+    for inner in (inner for part in parts for inner in part):
+        several = [*getattr(inner, "targets", ()), getattr(inner, "target", None)]
+        several += [item.optional_vars for item in getattr(inner, "items", ())]
+        for target in several:
+            yield from () if target is None else ast.walk(target)
+        yield from _targets(inner)
 
 
 def _is_abstract(node: ast.AST) -> bool:
@@ -326,9 +338,16 @@ def guarded_imports(module: Module) -> Iterator[Import]:
 
 def words_in(module: Module) -> frozenset[str]:
     """Return the attributes and the string literals that occur in a module."""
+    return assigned_words(module) | {
+        node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)
+    }
+
+
+def assigned_words(module: Module) -> frozenset[str]:
+    """Return the attributes that a module assigns, and its string literals, which may name some."""
     found = set()
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)

@@ -90,7 +90,7 @@ def _named(sources: Sources, module: Module, aliases: Mapping[str, Import]) -> I
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for _, bound in imported(node, _package_of(module)):
                 if bound.module.split(".")[0] == sources.theirs:
-                    yield Use(place=_place(bound), how="imports", where=where)
+                    yield Use(place=_place(sources, bound), how="imports", where=where)
         elif isinstance(node, ast.Attribute) and (place := _chain(sources, node, aliases)):
             yield Use(place=place, how="uses", where=where)
         elif isinstance(node, ast.Call):
@@ -114,14 +114,19 @@ def _replaced(sources: Sources, module: Module, rows: Iterable[ast.Call]) -> Ite
             yield Use(place=place, how="replaces", where=_where(module, row))
 
 
-def _place(bound: Import) -> str:
-    return bound.module if bound.name is None else f"{bound.module}:{bound.name}"
+def _place(sources: Sources, bound: Import) -> str:
+    """Return the place of an import; a folder without `__init__.py` is no module, but what it has may be."""
+    if bound.name is None:
+        return bound.module
+    below = f"{bound.module}.{bound.name}"
+    is_module = sources.module(bound.module) is None and sources.module(below) is not None
+    return below if is_module else f"{bound.module}:{bound.name}"
 
 
 def _chain(sources: Sources, node: ast.AST, aliases: Mapping[str, Import]) -> str | None:
     """Return the place of a dotted expression that begins with an imported name, or None."""
     if isinstance(node, ast.Name):
-        return _place(aliases[node.id]) if node.id in aliases else None
+        return _place(sources, aliases[node.id]) if node.id in aliases else None
     if not isinstance(node, ast.Attribute):
         return None
     left = _chain(sources, node.value, aliases)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own fp8 models, loaded by verl's conversion, rank by rank: every weight and scale is proved.
 
-vLLM builds and loads these models on any CPU with AVX-512. Only its matrix products need one with AMX.
+vLLM builds and loads these models on any CPU with AVX-512, and builds them on the others. Only its matrix
+products need one with AMX.
 """
 
 from __future__ import annotations
@@ -42,13 +43,6 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 QKV, DOWN = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def operations(load: Load) -> None:
-    """Skip the tests where vLLM's build for this CPU cannot pack these weights."""
-    if not load("vllm._custom_ops")._supports_cpu_fp8_w8a16:
-        pytest.skip("vLLM has fp8 on CPUs with AVX-512 only")
-
-
 @pytest.fixture(autouse=True)
 def without_triton(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's kernel of Triton needs an accelerator; its other implementation is used on CPU tensors."""
@@ -67,6 +61,7 @@ class Setup:
         self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.model.save_pretrained(folder)
         self._folder, self._version = folder, 0
+        self._packs: bool = load("vllm._custom_ops")._supports_cpu_fp8_w8a16
         self._writer = ArenaWriter(1 << 20, 1000, None)
 
     def publish(self) -> tuple[dict[str, torch.Tensor], Manifest]:
@@ -74,8 +69,10 @@ class Setup:
         weights: dict[str, torch.Tensor] = self._checkpoints.train(self.model, self._version)
         return weights, await_manifest(self._writer.gather(self._version, weights.items()), HANG_S)
 
-    def ranks(self, size: int) -> list[Any]:
-        return [self._fake.Fp8Rank(self._folder, rank, size) for rank in range(size)]
+    def ranks(self, size: int, *, packed: bool = True) -> list[Any]:
+        if packed and not self._packs:
+            pytest.skip("vLLM packs fp8 weights on CPUs with AVX-512 only")
+        return [self._fake.Fp8Rank(self._folder, rank, size, packed=packed) for rank in range(size)]
 
     def close(self) -> None:
         self._writer.close()
@@ -149,11 +146,26 @@ def test_weights_on_a_device_are_quantized_there(
 ) -> None:
     setup: Setup = request.getfixturevalue(model)
     ranks = setup.ranks(2)
-    for rank in ranks:
-        rank.move(torch.device("cuda", 0), device.adopt)
+    for index, rank in enumerate(ranks):
+        rank.move(torch.device("cuda", index), device.adopt)
     check_loads(ranks, (setup.publish()[1] for _ in range(3)))
     check_stages(ranks, setup.publish()[1], setup.publish()[1])
-    assert all(tensor.is_cuda for rank in ranks for tensor in rank.tensors().values())
+    manifest = setup.publish()[1]
+    for rank in ranks:
+        assert {tensor.device for tensor in rank.tensors().values()} == {rank.device}
+        staged = rank.conversion()(rank.published(manifest)).values()
+        assert {tensor.device for of_name in staged for _, tensor in of_name} == {rank.device}
+
+
+def test_weights_in_host_memory_are_quantized_on_the_device_of_the_rank(made: Setup, device: Any) -> None:
+    ranks = made.ranks(2, packed=False)
+    manifest = made.publish()[1]
+    for index, rank in enumerate(ranks):
+        rank.move(torch.device("cuda", index), device.adopt)
+        converted = dict(rank.convert_piece([*rank.published(manifest).items()]))
+        quantized = [tensor for tensor in converted.values() if tensor.dtype is torch.float8_e4m3fn]
+        assert len(quantized) == 14, "seven linear layers in each of two blocks"
+        assert {tensor.device for tensor in quantized} == {rank.device}
 
 
 @pytest.mark.parametrize("size", [1, 2])

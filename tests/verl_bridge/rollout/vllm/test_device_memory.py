@@ -59,12 +59,13 @@ def test_weights_are_loaded_staged_and_proved(
     checkpoints, ranks_of = load("tests.fakes.checkpoints"), load("tests.fakes.vllm_models")
     model = checkpoints.make(name, tmp_path)
     ranks = [ranks_of.ModelRank(tmp_path, rank, SIZE) for rank in range(SIZE)]
-    for rank in ranks:
+    for index, rank in enumerate(ranks):
         rank.model.to(torch.bfloat16)
-        rank.move(torch.device("cuda", 0), device.adopt)
+        rank.move(torch.device("cuda", index), device.adopt)
     check_loads(ranks, (trainer.publish(checkpoints.train(model, number)) for number in range(3)))
     check_stages(ranks, *(trainer.publish(checkpoints.train(model, number)) for number in (3, 4)))
-    assert all(tensor.is_cuda for rank in ranks for tensor in rank.tensors().values())
+    for rank in ranks:
+        assert {tensor.device for tensor in rank.tensors().values()} == {rank.device}
 
 
 def test_adapters_are_loaded_and_proved(load: Load, device: Any, trainer: Trainer, tmp_path: Path) -> None:

@@ -27,9 +27,14 @@ FILES: Mapping[str, str] = {
     "verl_bridge/rollout/sglang/rank.py": "weight load",
     "verl_bridge/rollout/sglang/scheduler.py": "start of an engine",
     "verl_bridge/rollout/sglang/server.py": "start of an engine",
+    "verl_bridge/rules/engine_memory.py": "share of device memory",
+    "verl_bridge/rules/expert_backends.py": "proof of experts",
     "verl_bridge/rules/sglang_rules.py": "refusal of arguments",
 }
 """The files that use SGLang, and what breaks without something that they import."""
+
+ARGUMENTS: str = "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'"
+"""Where they are declared."""
 
 USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "weight load": {
@@ -48,7 +53,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "_result_dispatcher",
             "auto_create_handle_loop",
         ),
-        "sglang.srt.managers.tokenizer_manager": ("'send_pyobj' | '_dispatch_to_scheduler'",),
+        "sglang.srt.managers.tokenizer_manager": ("'.send_pyobj' | '._dispatch_to_scheduler'",),
         "sglang.srt.models.llama:LlamaForCausalLM": ("load_weights",),
     },
     "version spans": {
@@ -150,6 +155,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sglang.srt.layers.linear": ("'weight'",),
     },
     "proof of experts": {
+        "sglang.srt.server_args:'*' | sglang.srt.arg_groups.choices:'*'": ("triton",),
         "sglang.srt.models.deepseek_v2": ("'experts'", "'shared_experts'"),
         "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE": (
             "make_expert_params_mapping",

@@ -25,8 +25,13 @@ FILES: Mapping[str, str] = {
     "verl_bridge/rollout/vllm/plugin.py": "weight load",
     "verl_bridge/rollout/vllm/server.py": "weight load",
     "verl_bridge/rollout/vllm/worker.py": "weight load",
+    "verl_bridge/rules/engine_memory.py": "share of device memory",
+    "verl_bridge/rules/expert_backends.py": "proof of experts",
 }
 """The files that use vLLM, and what breaks without something that they import."""
+
+ARGUMENTS: str = "vllm.engine.arg_utils:AsyncEngineArgs"
+"""Where they are declared."""
 
 USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "weight load": {
@@ -162,10 +167,20 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.model_executor.models.llama4": ("Llama4Attention", "Llama4MoE"),
         "vllm.model_executor.models.llama4:Llama4Attention": ("head_dim", "qkv_proj"),
         "vllm.model_executor.models.llama4:Llama4MoE": ("experts",),
+        # A model that 0.32 lacks.
+        "vllm.model_executor.models.gpt_neox": (
+            "GPTNeoXAttention | !vllm.model_executor.models.gpt_neox:GPTNeoXForCausalLM",
+        ),
+        "vllm.model_executor.models.gpt_neox:GPTNeoXAttention": (
+            "total_num_heads | !vllm.model_executor.models.gpt_neox:GPTNeoXForCausalLM",
+            "head_size | !vllm.model_executor.models.gpt_neox:GPTNeoXForCausalLM",
+            "query_key_value | !vllm.model_executor.models.gpt_neox:GPTNeoXForCausalLM",
+        ),
         "vllm.model_executor.models.granitemoe": ("GraniteMoeMoE",),
         "vllm.model_executor.models.granitemoe:GraniteMoeMoE": ("experts",),
     },
     "proof of experts": {
+        "vllm.config.kernel": ("'triton'",),
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": ("routed_experts",),
         "vllm.model_executor.layers.fused_moe.routed_experts": ("'is_transposed'",),
         "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": (
@@ -224,6 +239,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.attention.backend:AttentionBackend": ("get_name",),
         "vllm.config.vllm:VllmConfig": ("parallel_config",),
         "vllm.config.parallel:ParallelConfig": ("distributed_executor_backend",),
+        "vllm.config.parallel": ("'uni'",),
         "vllm.config.model:ModelConfig": ("enforce_eager",),
         # Models scale pixels themselves since 0.28, unless this is False.
         "vllm.engine.arg_utils:EngineArgs": (
