@@ -90,3 +90,19 @@ def test_a_definition_wins_over_its_fallback(sources_of: MakeSources) -> None:
 def test_a_file_that_cannot_be_parsed_is_named(sources_of: MakeSources) -> None:
     with pytest.raises(ContractError, match=r"a\.py cannot be parsed"):
         sources_of({"verl/a.py": "def ("}).module("verl.a")
+
+
+@pytest.mark.parametrize(
+    ("mixin", "own", "found"),
+    [
+        ("def run(self): self.queue = []", "def __init__(self): self.queue = []", True),
+        ("def run(self): self.queue = []", "def __init__(self): self.line = []", False),
+        ("def init_queue(self): self.queue = []", "def __init__(self): self.init_queue()", True),
+    ],
+)
+def test_a_mixin_that_changes_an_attribute_does_not_give_it(
+    sources_of: MakeSources, mixin: str, own: str, found: bool
+) -> None:
+    text = f"class Mixin:\n    {mixin}\nclass Core(Mixin):\n    {own}\n"
+    sources = sources_of({"verl/core.py": text})
+    assert (sources.at("verl.core:Core.queue") is not None) == found

@@ -66,6 +66,8 @@ class ClassMember:
     owner: Definition
     node: ast.AST
     abstract: bool = False
+    is_late: bool = False
+    """Whether it is of a mixin in which no method that initializes assigns it, only others."""
 
 
 @dataclass(kw_only=True)
@@ -168,9 +170,10 @@ class Sources:
         if found is None or not member:
             return found
         result = self.members(found).get(member) if found.kind == "class" else None
-        # A base's stub says what a subclass should have, not that it has it.
+        # A base's stub says what a subclass should have, not that it has it; so does a mixin that changes it.
         inherited = result is not None and result.owner.place != found.place
-        return None if result is not None and inherited and _is_stub(result.node) else result
+        missing = result is not None and inherited and (result.is_late or _is_stub(result.node))
+        return None if missing else result
 
     def bases(self, found: Definition) -> Iterator[Definition]:
         """Yield the bases of a class that are in either package."""
@@ -220,12 +223,18 @@ def own_members(owner: Definition) -> dict[str, ClassMember]:
         for name in _bound_names(node):
             result[name] = ClassMember(owner=owner, node=node, abstract=_is_abstract(node))
 
-    for method in [m.node for m in result.values() if isinstance(m.node, signatures.FunctionNode)]:
+    methods = [m.node for m in result.values() if isinstance(m.node, signatures.FunctionNode)]
+    for method in sorted(methods, key=lambda method: not _initializes(method)):
         for target in _targets(method):
             match target:
                 case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self")):
-                    result.setdefault(name, ClassMember(owner=owner, node=target))
+                    late = "Mixin" in owner.name and not _initializes(method)
+                    result.setdefault(name, ClassMember(owner=owner, node=target, is_late=late))
     return result
+
+
+def _initializes(method: signatures.FunctionNode) -> bool:
+    return method.name.lstrip("_").startswith("init")
 
 
 def _targets(node: ast.AST) -> Iterator[ast.AST]:
