@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +14,16 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import transformers
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import keep_weights_unpacked
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
+from recipe.async_pipeline.verl_bridge.rollout.vllm.server import ON_DEVICE
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Conversion, Expected
 from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
 from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Named
@@ -61,6 +58,8 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 def config_of(folder: Path, size: int, **more: Any) -> Any:
     """Return vLLM's configuration of a model on `size` ranks; `more`: other arguments of an engine."""
+    if hasattr(EngineArgs, ON_DEVICE):  # as in a run
+        more.setdefault(ON_DEVICE, False)
     return EngineArgs(
         str(folder),
         max_model_len=64,
@@ -74,7 +73,7 @@ def config_of(folder: Path, size: int, **more: Any) -> Any:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Let models be built whose kernels need a GPU, or torchvision for videos; nothing is computed."""
+    """Let models be built whose kernels need a GPU; nothing is computed."""
     attention = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
     experts = importlib.import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
 
@@ -88,16 +87,6 @@ def without_kernels() -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-            stub = MagicMock(__spec__=ModuleSpec("torchvision", None))
-            patched.setitem(sys.modules, f"torchvision{name}", stub)
-        # Newer versions read how pictures are normalized from a processor, which needs torchvision.
-        vision = importlib.import_module("vllm.model_executor.models.vision")
-        if hasattr(vision, "FusedInputNorm"):
-            norm = vision.FusedInputNorm
-            patched.setattr(norm, "from_model_config", lambda config: norm.identity())
-        registry = "vllm.model_executor.models.registry._run_in_subprocess"
-        patched.setattr(registry, lambda inspect: inspect())  # the stubs are in this process
         patched.setattr(attention, "get_mla_prefill_backend", MagicMock())
         patched.setattr(attention, "get_attn_backend", or_else(attention.get_attn_backend, MagicMock()))
         select, triton = "select_unquantized_moe_backend", (experts.UnquantizedMoeBackend.TRITON, None)
@@ -146,57 +135,6 @@ class ModelRank(RecordingAdapter):
 
     def converted(self) -> Mapping[str, Conversion]:
         return self._table.converted
-
-
-class PictureModel(torch.nn.Module):
-    """vLLM's Qwen2.5-VL: its mappers, its picture encoder and its loader around a language model."""
-
-    def __init__(self, classes: Any, language_model: torch.nn.Module, encoder: torch.nn.Module) -> None:
-        super().__init__()
-        self.hf_to_vllm_mapper = classes.Qwen2_5_VLForConditionalGeneration.hf_to_vllm_mapper
-        self.packed_modules_mapping = classes.Qwen2_5_VLForConditionalGeneration.packed_modules_mapping
-        self.language_model, self.visual = language_model, encoder
-
-    def load_weights(self, weights: Any) -> Any:
-        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
-
-
-ENCODER = transformers.Qwen2_5_VLConfig(
-    vision_config={
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "out_hidden_size": 64,
-        "fullatt_block_indexes": [1],
-    }
-).vision_config
-
-
-class PictureRank(ModelRank):
-    """One rank of Qwen2.5-VL; vLLM's module is imported without torchvision, which it needs for videos."""
-
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        super().__init__(folder, rank, size)
-        with without_kernels():
-            classes = importlib.import_module("vllm.model_executor.models.qwen2_5_vl")
-        with set_current_vllm_config(self.config), as_rank(rank, size):
-            encoder = classes.Qwen2_5_VisionTransformer(ENCODER)
-        self.model = PictureModel(classes, self.model, encoder).requires_grad_(False)
-        self._table = served_layout(self.model)
-
-
-def encoder_weights(one_rank: PictureRank) -> dict[str, torch.Tensor]:
-    """What a trainer publishes of the picture encoder: attention fused, gate and up separately."""
-    weights = {}
-    for name, served in one_rank.model.visual.named_parameters():  # type: ignore[union-attr, operator]
-        values = torch.randn(served.shape)
-        if "gate_up_proj" in name:
-            for part, rows in zip(("gate", "up"), values.chunk(2), strict=True):
-                weights[f"model.visual.{name.replace('gate_up', part)}"] = rows
-        else:
-            weights[f"model.visual.{name}"] = values
-    return weights
 
 
 class DrafterRank(ModelRank):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,9 +33,6 @@ class Models(PublishedModels):
     def replica(self, name: str, size: int, *, experts_apart: bool = False) -> list[Any]:
         make = self._ranks.ModelRank
         return [make(self._folder / name, rank, size, experts_apart=experts_apart) for rank in range(size)]
-
-    def pictures(self, name: str, size: int) -> list[Any]:
-        return [self._ranks.PictureRank(self._folder / name, rank, size) for rank in range(size)]
 
     def drafters(self, name: str, size: int) -> list[Any]:
         ranks = [self._ranks.DrafterRank(self._folder / name, rank, size) for rank in range(size)]
@@ -84,10 +82,6 @@ class Models(PublishedModels):
         weights: Weights = self._ranks.drafter_weights(*self.drafters(name, 1))
         return weights
 
-    def of_encoder(self, name: str) -> Weights:
-        weights: Weights = self._ranks.encoder_weights(*self.pictures(name, 1))
-        return weights
-
 
 @pytest.fixture(scope="module")
 def models(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
@@ -131,19 +125,30 @@ def test_each_rank_has_its_experts(models: Models, size: int) -> None:
     assert all(rank.prepare(manifest) for rank in ranks), "their loads were recorded"
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_names_of_a_model_with_pictures_are_mapped(models: Models, size: int) -> None:
-    text = models.published("qwen2-tied")
-    ranks = models.pictures("qwen2-tied", size)
-    weights = {name.replace("model.", "model.language_model."): tensor for name, tensor in text.items()}
-    weights |= models.of_encoder("qwen2-tied")
+SEEING = "qwen2.5-vl"
+OF_PICTURES = {
+    "the vision tower": "visual.blocks.1.attn.qkv.weight",
+    "the projector": "visual.merger.mlp.0.weight",
+    "the language model": "model.layers.1.mlp.down_proj.weight",
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_part_of_a_model_of_pictures_is_proved(models: Models, size: int) -> None:
+    weights = models.published(SEEING)
+    ranks = models.replica(SEEING, size)
     manifest = models.publish(weights)
     assert prove_first(ranks, manifest) == [len(weights)] * size
-    explained = check_map(manifest, ranks[0].commit(manifest, 1 << 20)).coverage.tensors
-    assert explained == len(weights)
-    del weights["model.visual.blocks.1.attn.qkv.weight"]
-    with pytest.raises(ProofError, match=r"visual\.blocks\.1\.attn\.qkv\.weight is served, but"):
-        prove_first(models.pictures("qwen2-tied", size), models.publish(weights))
+    assert check_map(manifest, ranks[0].commit(manifest, 1 << 20)).coverage.tensors == len(weights)
+    assert weights.keys() >= set(OF_PICTURES.values())
+
+
+@pytest.mark.parametrize("name", OF_PICTURES.values(), ids=OF_PICTURES)
+def test_a_part_of_a_model_of_pictures_that_is_missing_is_an_error(models: Models, name: str) -> None:
+    weights = models.published(SEEING)
+    del weights[name]
+    with pytest.raises(ProofError, match=rf"{re.escape(name.removeprefix('model.'))} is served, but"):
+        prove_first(models.replica(SEEING, 1), models.publish(weights))
 
 
 DRAFTER = "model.mtp_layers.0"
@@ -190,6 +195,11 @@ DENSE = [
     ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
     ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
 ]
+PICTURES = [
+    ("visual.blocks.0.attn.qkv.weight", "visual.blocks.1.attn.qkv.weight"),
+    ("visual.merger.ln_q.weight", "visual.blocks.0.norm1.weight"),
+    (K, V),
+]
 EXPERTS = [
     (f"{EXPERT}.0.gate_proj.weight", f"{EXPERT}.1.gate_proj.weight"),
     (f"{EXPERT}.2.down_proj.weight", f"{EXPERT}.3.down_proj.weight"),
@@ -200,7 +210,8 @@ EXPERTS = [
 @pytest.mark.parametrize(
     ("name", "swapped", "apart"),
     [("llama", pair, False) for pair in DENSE]
-    + [("qwen3-moe", pair, apart) for pair in EXPERTS for apart in (False, True)],
+    + [("qwen3-moe", pair, apart) for pair in EXPERTS for apart in (False, True)]
+    + [(SEEING, pair, False) for pair in PICTURES],
 )
 def test_swapped_tensors_are_named(models: Models, name: str, swapped: tuple[str, str], apart: bool) -> None:
     weights = models.published(name)
