@@ -242,6 +242,17 @@ def test_a_command_has_its_files_and_its_virtual_environment(tmp_path: Path) -> 
     assert played(shlex.join([str(program), str(script)]), Sandbox.of([tmp_path])) == 1.0
 
 
+def test_a_temporary_folder_that_a_command_names_is_hidden_wherever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below /tmp, which is hidden too, it was shown with all that others have in it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    named = [str(tmp_path), str(tmp_path / "file"), str(tmp_path / "folder")]
+    assert Sandbox.of(()).mounts(["/bin/cat", *named], ())["shown"] == sorted(named[1:])
+
+
 @works
 def test_verify_is_in_the_sandbox_too(other_episode: None) -> None:
     """What it runs may be the agent's: it sees its own ground truth only, and the agent's folder."""

@@ -73,7 +73,7 @@ class Sandbox:
     def _needed(self, command: Sequence[str]) -> list[str]:
         """Return which hidden paths a command needs: its virtual environment, and the folders of its files.
 
-        Of a file that is right in a hidden folder it is the file only.
+        Of a file that is right in a hidden folder it is the file only, and of a hidden folder nothing.
         """
         real, found = _real(command[0]), set()
         for program in (command[0], real):
@@ -82,7 +82,10 @@ class Sandbox:
         for word in (*command, real):
             if os.path.isabs(word) and os.path.exists(word):
                 folder = word if os.path.isdir(word) else os.path.dirname(word)
-                found.add(word if _real(folder) in self.hidden else folder)
+                if _real(folder) not in self.hidden:
+                    found.add(folder)
+                elif folder != word:
+                    found.add(word)
         return sorted(one for one in found if self._is_below_hidden(_real(one)))
 
     def _is_below_hidden(self, path: str) -> bool:
