@@ -47,7 +47,10 @@ VENV="${INTO:-$WORK/venv}"
 # The path files in PYTHON's site-packages are not read from here, so its editable installs stay invisible.
 SITE="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 [ ! -d "$VERL_TREE" ] || echo "$VERL_TREE" >"$SITE/locked.pth"
-"$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >>"$SITE/locked.pth"
+PACKAGES="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+echo "$PACKAGES" >>"$SITE/locked.pth"
+# This one installs nothing; torchvision needs it.
+[ ! -f "$PACKAGES/cpu_torchvision.pth" ] || cat "$PACKAGES/cpu_torchvision.pth" >>"$SITE/locked.pth"
 
 cd "$WORK"
 "$VENV/bin/python" - "$VENV" "$ROOT" <<'CHECK'
