@@ -67,9 +67,17 @@ def test_a_model_that_the_engine_can_serve_is_accepted(
 def test_a_model_with_pictures_is_accepted_where_they_can_be_read(
     module: ModuleType, launch: ModuleType, smoke: Smoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: name == "torchvision" or None)
     write_model(tmp_path / "task" / "model", {"vision_config": {"depth": 2}, "text_config": DENSE})
     launch.checked(smoke())
+    monkeypatch.setattr(module, "find_spec", lambda name: name == "torchvision" or None)
+    with pytest.raises(
+        ConfigError, match="where qwen_vl_utils cannot be imported, got .*; install qwen-vl-u"
+    ):
+        launch.checked(smoke())
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    part = "torchvision and qwen_vl_utils cannot be imported, .* install the torchvision that matches your"
+    with pytest.raises(ConfigError, match=part):
+        launch.checked(smoke())
 
 
 def test_experts_are_divided_by_tensor_parallelism(module: ModuleType, smoke: Smoke, tmp_path: Path) -> None:

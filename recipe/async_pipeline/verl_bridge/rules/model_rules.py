@@ -247,13 +247,21 @@ def _check_heads(config: DictConfig, described: Mapping[str, Any]) -> None:
         )
 
 
+FOR_PICTURES = {
+    "torchvision": "the torchvision that matches your torch",
+    "qwen_vl_utils": "qwen-vl-utils, with which verl reads them",
+}
+"""Packages that any model of pictures needs, and what to install."""
+
+
 def _check_pictures(config: DictConfig, described: Mapping[str, Any]) -> None:
     """Raises ConfigError if nothing here could read pictures for a model that takes them."""
-    if "vision_config" in described and find_spec("torchvision") is None:
+    missing = [name for name in FOR_PICTURES if find_spec(name) is None]
+    if "vision_config" in described and missing:
         raise ConfigError(
-            f"{MODEL}.path must name a model of text where torchvision is not installed, got "
-            f"{config.actor_rollout_ref.model.path!r} with a vision_config; install the torchvision that "
-            "matches your torch, or use another model"
+            f"{MODEL}.path must name a model of text where {' and '.join(missing)} cannot be imported, got "
+            f"{config.actor_rollout_ref.model.path!r} with a vision_config; install "
+            f"{' and '.join(FOR_PICTURES[name] for name in missing)}, or use another model"
         )
 
 
