@@ -10,6 +10,7 @@
 #   contract  patches/contract.json, engines.json and state.json, from the code, verl, the installed engines and patches
 #   keys      patches/keys.tsv, from the code and verl
 #   copies    contrib/verl_recipe/async_pipeline/REQUIRED_VERL.txt, from the package's
+#   docs      tables of docs/agents.md and counts of README.md, from the code
 #   nightly   tests/nightly.tsv, of which a merge may keep two rows for a test
 #
 # The other steps run if one fails; the status is 1, and the last line names it. ASYNC_PIPELINE_PYTHON is the
@@ -47,6 +48,7 @@ step knobs "$PYTHON" -m recipe.async_pipeline.tools.explain.reference
 step contract "$PYTHON" -m recipe.async_pipeline.tools.contract.record
 step keys "$PYTHON" -m recipe.async_pipeline.tools.verl_keys.verdicts
 step copies cp recipe/async_pipeline/REQUIRED_VERL.txt contrib/verl_recipe/async_pipeline/
+step docs "$PYTHON" -m tests.derived_docs
 step nightly "$PYTHON" -m tests.nightly
 git --no-pager diff --stat
 

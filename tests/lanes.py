@@ -59,7 +59,16 @@ class Stage(NamedTuple):
 
 def pytest_stage(name: str, *options: str, live: str = "tests", files: Sequence[str] = ()) -> Stage:
     """Return a session of pytest with these options and files. `live`: see `tests.live`."""
-    quiet = ("-q", "--tb=no", "-rN", "--disable-warnings", "-o", "console_output_style=classic")
+    # `tests.live` shows each failure when it happens, so pytest need not at the end.
+    quiet = (
+        "-q",
+        "--tb=short",
+        "--no-summary",
+        "-rN",
+        "--disable-warnings",
+        "-o",
+        "console_output_style=classic",
+    )
     command = (sys.executable, "-m", "pytest", "-p", "tests.live", "--live", live, *quiet)
     cache = ("-o", f"cache_dir=.cache/pytest/{name}")
     return Stage(name, (*command, *cache, *options), of_tests=True, files=files)
@@ -142,6 +151,8 @@ class Ended:
     """The first failure of each test that failed."""
     broken: bool = False
     """Whether a file could not be collected."""
+    unfinished: str | None = None
+    """The test in which the process ended."""
 
     @property
     def failed_by_tests_only(self) -> bool:
@@ -297,6 +308,7 @@ class _Lane(threading.Thread):
         seconds = time.monotonic() - self._since
         ended = Ended(stage, status, seconds)
         _read_record(record, ended)
+        ended.unfinished = _current_test(record)
         verdict = "passed" if status == 0 else "FAILED"
         self._say(
             f"== {stage.name}: {verdict}{'' if stage.decides else ' (does not decide)'}, {seconds:.0f} s"
@@ -390,7 +402,8 @@ def judge(run: Run) -> Verdict:
         for test, text in ended.failures.items():
             (verdict.flaky if test in passed else verdict.failed)[test] = text
         if not ended.failed_by_tests_only:
-            verdict.failed[ended.stage.name] = f"exit status {ended.status}"
+            test = f", in {ended.unfinished}" if ended.unfinished else ""
+            verdict.failed[ended.stage.name] = f"exit status {ended.status}{test}"
     return verdict
 
 

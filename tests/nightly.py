@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -25,11 +27,11 @@ PARTS = 10
 """A part has at least this share of the tier's seconds."""
 UNKNOWN_S = 120.0
 """Assumed for a test that has no row."""
-ESTIMATED = "estimated"
+ESTIMATED, FAILED = "estimated", "failed"
 
 
 class Run(NamedTuple):
-    """The last run of a test that did not fail."""
+    """The last run of a test."""
 
     seconds: float
     """The fewest of all passes with this file, because machines are busy at times; shared fixtures count for
@@ -38,7 +40,7 @@ class Run(NamedTuple):
     at: str
     """UTC time to the minute, which is the same for all tests of a session; empty if only estimated."""
     outcome: str
-    """`passed`, `skipped` or `estimated`."""
+    """`passed`, `skipped`, `failed` or `estimated`."""
     file: str = ""
     """Digest of the test's file at that time; empty in rows that are older than this column."""
 
@@ -67,20 +69,43 @@ def digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
 
 
-def part_of(groups: Sequence[Sequence[str]], table: Table, files: Mapping[str, str]) -> list[str]:
+def changed_at(file: Path) -> float:
+    """Return when a file was changed: at its last commit, or now if it differs from that. 0.0 without git."""
+
+    def git(*command: str) -> str:
+        try:
+            return subprocess.run(
+                ["git", *command, "--", file.name], cwd=file.parent, capture_output=True, text=True
+            ).stdout.strip()
+        except OSError:
+            return ""
+
+    return time.time() if git("status", "--porcelain") else float(git("log", "-1", "--format=%ct") or 0.0)
+
+
+def part_of(
+    groups: Sequence[Sequence[str]], table: Table, files: Mapping[str, str], changed: Mapping[str, float]
+) -> list[str]:
     """Return the tests to run: the ones of changed files, then the ones that have waited longest.
 
     `groups`: the tests of the tier; the tests of a group share a fixture and stay together. `files`: the
-    present digest of each file. Tests without a run have waited longest. The part is as long as the mean, and
-    at most one group longer.
+    present digest of each file; `changed`: when it was changed. What has changed last comes first, of the
+    tests that failed or of which a run of another version is known. Tests without a run have waited longest.
+    The part is as long as the mean, and at most one group longer.
     """
     runs = {test: table.get(test, Run(UNKNOWN_S, "", ESTIMATED)) for group in groups for test in group}
     size = sum(run.seconds for run in runs.values()) / PARTS
 
-    def waited(group: Sequence[str]) -> tuple[bool, str]:
-        now = files[group[0].partition("::")[0]]
-        same = all(test in table and table[test].file in (now, "") for test in group)
-        return same, min(runs[test].at for test in group)
+    def waited(group: Sequence[str]) -> tuple[bool, float, tuple[str, bool]]:
+        file = group[0].partition("::")[0]
+        known = {table[test].file for test in group if test in table}
+        failed = any(runs[test].outcome == FAILED for test in group)
+        other = failed or bool(known - {files[file], ""})
+        return (
+            not other,
+            -changed[file] if other else 0.0,
+            min((runs[test].at, test in table) for test in group),
+        )
 
     part: list[str] = []
     for group in sorted(groups, key=waited):
@@ -174,7 +199,8 @@ class _Session:
             groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
             for item in nightly:
                 groups[group_of(item)].append(item.nodeid)
-            part = {*part_of([*groups.values()], read_table(self._path), self._files)}
+            changed = {file: changed_at(self._root / file) for file in files}
+            part = {*part_of([*groups.values()], read_table(self._path), self._files, changed)}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in part])
         items[:] = [item for item in items if item.nodeid in part]
 
@@ -188,16 +214,24 @@ class _Session:
         if report.outcome != "passed" or report.when == "teardown":
             self._outcomes.setdefault(report.nodeid, report.outcome)
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self._outcomes:
-            return
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Write the table after each test, so that a session that is killed has noted the others."""
+        if nodeid in self._outcomes:
+            self._write()
+
+    def _write(self) -> Table:
         runs = {
             test: Run(self._seconds[test], self._at, outcome, self._files[test.partition("::")[0]])
             for test, outcome in self._outcomes.items()
-            if outcome != "failed"
         }
         table = updated(read_table(self._path), runs, self._collected, self._places)
         write_table(table, self._path)
+        return table
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._outcomes:
+            return
+        table = self._write()
         terminalreporter.section("nightly tier")
         for line in lines_of(table, self._outcomes):
             terminalreporter.write_line(line)

@@ -71,7 +71,7 @@ def test_a_step_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
         timeout=HANG_S,
     )
     steps = [line for line in done.stdout.splitlines() if line.startswith("== ")]
-    names = ("lint", "format", "knobs", "contract", "keys", "copies", "nightly")
+    names = ("lint", "format", "knobs", "contract", "keys", "copies", "docs", "nightly")
     assert steps == [f"== {name}" for name in names]
     # The folder has nothing to copy.
     assert done.returncode == 1 and done.stderr.endswith("failed: format knobs copies\n")

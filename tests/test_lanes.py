@@ -117,14 +117,29 @@ def test_a_test_that_fails_once_is_flaky_and_does_not_fail_the_run(start: Start,
 def test_a_test_that_fails_twice_fails_the_run_and_its_failure_is_printed_last(
     start: Start, tmp_path: Path
 ) -> None:
-    (tmp_path / "test_it.py").write_text("def test_it(): assert 1 + 1 == 3\ndef test_other(): pass\n")
+    (tmp_path / "test_it.py").write_text(
+        "def helper(): assert 1 + 1 == 3\ndef test_it(): helper()\ndef test_other(): pass\n"
+    )
     done = finish(start("{'unit': [pytest_stage('unit')]}"))
     assert done.status == 1
+    # The file and line of each frame: a failure that does not come again can be found by them alone.
+    frames = re.findall(r"test_it\.py:(\d): in (\w+)$", done.output, re.MULTILINE)
+    assert frames == [("2", "test_it"), ("1", "helper")] * 3
     assert re.search(r"^FAILED test_it\.py::test_it$", done.output, re.MULTILINE)
     assert done.output.count("assert (1 + 1) == 3") == 3, (
         "when it failed, when it failed again, and at the end"
     )
     assert re.search(r"^1 passed, 1 failed, 0 skipped$", done.output, re.MULTILINE)
+
+
+def test_a_session_that_is_killed_is_named_with_its_test(start: Start, tmp_path: Path) -> None:
+    """By the kernel, if memory runs out."""
+    (tmp_path / "test_it.py").write_text(
+        "import os, signal\ndef test_before(): pass\ndef test_dies(): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = finish(start("{'unit': [pytest_stage('unit')]}"))
+    assert done.status == 1
+    assert "exit status -9, in test_it.py::test_dies\nFAILED unit\n" in done.output
 
 
 @pytest.mark.parametrize("other", ["many files", "an error of a collection", "a command"])

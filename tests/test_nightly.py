@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.nightly import (
     TABLE,
     Run,
     Table,
+    changed_at,
     digest,
     exists,
     part_of,
@@ -38,10 +40,13 @@ def landed(number: int) -> str:
 
 
 def part_alone(tier: Iterable[str], table: Table, *changed: str) -> list[str]:
-    """Return the part of a tier whose tests share nothing; `changed` files differ from the noted ones."""
+    """Return the part of a tier whose tests share nothing; `changed` files, the last one first, differ from
+    the noted ones.
+    """
     tests = [[test] for test in tier]
     files = {test.partition("::")[0]: "noted" for [test] in tests} | dict.fromkeys(changed, "another")
-    return part_of(tests, table, files)
+    times = dict.fromkeys(files, 0.0) | {file: -float(at) for at, file in enumerate(changed)}
+    return part_of(tests, table, files, times)
 
 
 @given(TIERS)
@@ -73,6 +78,33 @@ def test_changed_files_are_first_then_tests_without_a_run_then_the_longest_waiti
     assert part_alone([*table, "e.py::new"], table)[0] == "e.py::new"
 
 
+def test_the_file_that_was_changed_last_is_first_and_then_what_failed() -> None:
+    table = {
+        "a.py::old": Run(10, landed(1), "passed", "noted"),
+        "b.py::new": Run(10, landed(2), "passed", "noted"),
+        "c.py::red": Run(10, landed(3), "failed", "noted"),
+        "d.py::same": Run(1000, landed(1), "passed", "noted"),
+    }
+    files = dict.fromkeys(("c.py", "d.py"), "noted") | dict.fromkeys(("a.py", "b.py"), "another")
+    times = {"a.py": 7.0, "b.py": 9.0, "c.py": 3.0, "d.py": 8.0}
+    found = part_of([[test] for test in table], table, files, times)
+    assert found == ["b.py::new", "a.py::old", "c.py::red", "d.py::same"]
+
+
+def test_a_file_is_changed_at_its_commit_or_now(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("")
+    assert changed_at(file) == 0.0, "no repository"
+    who = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false")
+    at = {**os.environ, "GIT_COMMITTER_DATE": "2026-01-02T03:04:05Z"}
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, env=at, check=True)
+    assert changed_at(file) == 1767323045.0
+    before = time.time()
+    file.write_text("x = 1\n")
+    assert changed_at(file) >= before
+
+
 def test_a_changed_file_is_first_until_each_of_its_tests_has_run() -> None:
     table = {f"a.py::{name}": Run(100, landed(9), "passed", "noted") for name in "xy"}
     table["b.py::early"] = Run(100, landed(1), "passed", "noted")
@@ -84,7 +116,8 @@ def test_a_changed_file_is_first_until_each_of_its_tests_has_run() -> None:
 
 def test_tests_that_share_a_fixture_stay_together() -> None:
     table = {name: Run(100, landed(day), "passed") for day, name in enumerate(("a", "b", "c", "d"), start=1)}
-    assert part_of([["b"], ["a", "d"], ["c"]], table, dict.fromkeys(table, "noted")) == ["a", "d"]
+    files, times = dict.fromkeys(table, "noted"), dict.fromkeys(table, 0.0)
+    assert part_of([["b"], ["a", "d"], ["c"]], table, files, times) == ["a", "d"]
 
 
 def test_of_two_rows_of_a_test_the_newer_one_counts(tmp_path: Path) -> None:
@@ -94,13 +127,13 @@ def test_of_two_rows_of_a_test_the_newer_one_counts(tmp_path: Path) -> None:
     assert read_table(tmp_path / "table.tsv") == {"a": Run(1, landed(2), "passed")}
 
 
-def test_a_failed_test_keeps_its_place_and_a_renamed_one_loses_its_row() -> None:
-    names = ("a.py::failed", "a.py::old_name", "a.py::passed[1]", "a.py::passed[old]", "b.py::other")
+def test_a_test_that_did_not_run_keeps_its_row_and_a_renamed_one_loses_it() -> None:
+    names = ("a.py::other", "a.py::old_name", "a.py::passed[1]", "a.py::passed[old]", "b.py::other")
     table = {name: Run(10, landed(1), "passed") for name in names}
     now = {"a.py::passed[1]": Run(9, landed(2), "passed")}
     gone_if = {"a.py": {"a.py::old_name", "a.py::passed[old]"}, "a.py::passed": {"a.py::passed[old]"}}
     for place, gone in {**gone_if, "a.py::passed[1]": set[str]()}.items():
-        after = updated(table, now, ["a.py::failed", "a.py::new_name", "a.py::passed[1]"], [place])
+        after = updated(table, now, ["a.py::other", "a.py::new_name", "a.py::passed[1]"], [place])
         assert after == {name: run for name, run in {**table, **now}.items() if name not in gone}
 
 
@@ -174,6 +207,7 @@ def test_a_part_is_noted_and_the_rest_is_shown(toy_tier: Callable[..., str], tmp
     assert {name: (run.outcome, run.at == landed(1)) for name, run in found.items()} == {
         "passes": ("passed", False),
         "skips": ("skipped", False),
+        "fails": ("failed", False),
         "recent": ("passed", True),
         # One of the two had no run, and they share a fixture.
         "shares_nodes[1]": ("passed", False),

@@ -15,6 +15,7 @@ from recipe.async_pipeline.verl_bridge import replaced
 from recipe.async_pipeline.verl_bridge.replaced import REPLACED, Replacement
 from tests import REPOSITORY
 from tests.conftest import Load
+from tests.derived_docs import counts
 from tests.source_tree import MODULES, PACKAGE, parse
 
 STACK = {"verl", "ray", "transfer_queue", "vllm", "sglang", "omegaconf"}
@@ -33,11 +34,8 @@ def test_each_row_says_what_why_and_until_when() -> None:
 
 
 def test_the_readme_counts_patches_and_replacements() -> None:
-    series = (REPOSITORY / "patches" / "series").read_text("utf-8").splitlines()
-    patches = [line for line in series if line and not line.startswith("#")]
     readme = " ".join((REPOSITORY / "README.md").read_text("utf-8").split())
-    assert f"{len(patches)} small [patches]" in readme
-    assert f"and {len(ROWS)} names of verl, OmegaConf and the engines that are [replaced]" in readme
+    assert all(f"{number} {words}" in readme for words, number in counts().items()), "run fix.sh"
 
 
 def test_each_replacement_exists() -> None:
