@@ -99,7 +99,11 @@ def test_pictures_of_prompts_are_written_once(module: ModuleType, tmp_path: Path
         {"type": "image", "image": wide},
         {"type": "image", "image": "https://example.org/photo.jpg"},
     ]
-    messages = [{"role": "system", "content": "look"}, {"role": "user", "content": content}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "look"},
+        {"role": "user", "content": content},
+    ]
+    messages += [{"role": "assistant", "content": None}, {"role": "assistant"}]
     first, second, third = module.of_prompt(messages, tmp_path)
     assert third == "https://example.org/photo.jpg"
     with Image.open(tmp_path / first) as image:

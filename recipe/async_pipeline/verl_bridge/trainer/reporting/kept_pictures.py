@@ -91,8 +91,9 @@ def of_prompt(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     A picture that the data names by a path or address is not written, and has that name.
     """
     names = []
-    contents = (message["content"] for message in messages)
-    for part in chain.from_iterable(content for content in contents if not isinstance(content, str)):
+    contents = (message.get("content") for message in messages)
+    # A turn that only calls tools has none.
+    for part in chain.from_iterable(content for content in contents if isinstance(content, list)):
         if part.get("type") != "image":
             continue
         image = part.get("image")
