@@ -8,6 +8,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FAKES = REPOSITORY / "tests" / "fakes"
 HANG_S = 600.0
 """Seconds after which a wait that ends on success is a hang; a busy machine takes a fraction of it."""
+OUTPUT = "ASYNC_PIPELINE_TEST_OUTPUT"
+"""Environment variable with the file to which a test that runs a job writes the job's output at once."""
 
 
 def tracked_files() -> list[str]:

@@ -22,16 +22,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+import psutil
+
 from recipe.async_pipeline.lab.job import processes_with
 from recipe.async_pipeline.processes import adopt_orphans, descendants, end_all
-from tests import REPOSITORY
+from tests import OUTPUT, REPOSITORY
 
 FILES_AGAIN = 3
 """More files with failures than this are no accident, so nothing runs again."""
@@ -39,9 +41,23 @@ SILENT_S = 300.0
 """Seconds without a line of a lane after which its current test is printed."""
 DRAIN_S = 10.0
 """Seconds for the last lines of a process that has ended, and for the stacks of one that is ended."""
+OUTPUT_LINES = 20
+"""Lines of a job's output that are shown if its test is ended."""
+MOMENT_S = 3.0
+"""Seconds for processes that end with the one that started them."""
 MARK = "ASYNC_PIPELINE_LANE"
 """Environment variable that all processes of a lane inherit."""
 BIN = Path(sys.executable).parent
+GUARD = """
+import shutil, sys
+from recipe.async_pipeline.lab.job import processes_with
+from recipe.async_pipeline.processes import end_all
+mark, value, folder = sys.argv[1:]
+sys.stdin.read()
+end_all([found.pid for found in processes_with(mark, value)])
+shutil.rmtree(folder, ignore_errors=True)
+"""
+"""Ends all processes of a run that was killed, and removes its folder. Reads until the run has ended."""
 
 
 class Stage(NamedTuple):
@@ -176,6 +192,13 @@ class Run:
         self._lock = threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="lanes."))
         self._mark = self._folder.name
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", GUARD, MARK, self._mark, str(self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self._lanes: dict[str, _Lane] = {}
         self.ended: list[Ended] = []
         self.seconds: dict[str, float] = {}
@@ -203,6 +226,7 @@ class Run:
             lane.start()
         for lane in self._lanes.values():
             while not lane.over.wait(1.0):
+                self._reap()
                 for other in self._lanes.values():
                     other.say_if_silent()
         ended = [one for lane in self._lanes.values() for one in lane.ended]
@@ -212,6 +236,15 @@ class Run:
             if lane.error is not None:
                 raise lane.error
         return ended
+
+    def _reap(self) -> None:
+        """Reap adopted orphans, as init does: tests wait until a process is gone."""
+        with ExitStack() as stack:
+            own = {self._guard.pid, *(stack.enter_context(lane.held()) for lane in self._lanes.values())}
+            for child in psutil.Process().children():
+                with suppress(psutil.Error, ChildProcessError):
+                    if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
+                        os.waitpid(child.pid, os.WNOHANG)
 
     def _say_of(self, lane: str, width: int, text: str) -> None:
         self.say(f"{lane:{width}} | {text}" if width else text)
@@ -224,19 +257,24 @@ class Run:
             lane.give_up()
         for lane in running:
             lane.over.wait(DRAIN_S)
-        end_all([found.pid for found in processes_with(MARK, self._mark)])
-        end_all(descendants(os.getpid()))
+        spared = [self._guard.pid]
+        end_all([found.pid for found in processes_with(MARK, self._mark)], spared=spared)
+        end_all([pid for pid in descendants(os.getpid()) if pid not in spared], spared=spared)
         for lane, place in zip(running, places, strict=True):
             lane.over.wait(DRAIN_S)
+            lane.show_output()
             self.say(f"{lane.name} was in {place}")
 
     def close(self) -> None:
         """End what the lanes have left behind, and say so; remove their folders."""
-        left = processes_with(MARK, self._mark)
+        deadline = time.monotonic() + MOMENT_S
+        while (left := processes_with(MARK, self._mark)) and time.monotonic() < deadline:
+            time.sleep(0.1)
         for found in left:
             self.say(f"left behind by a test, now ended: {found.pid} {found.command[:120]}")
         end_all([found.pid for found in left])
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._guard.communicate()
 
 
 class _Lane(threading.Thread):
@@ -248,13 +286,18 @@ class _Lane(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._stages, self._say = stages, say
         self._folder = folder / name
+        self._output = self._folder / "output"
         self._environment = {
             **os.environ,
             # No lane finds the clusters of another.
             "RAY_TMPDIR": str(self._folder),
+            # Files of processes that are killed go with the folder; pytest keeps its own ones elsewhere.
+            "TMPDIR": str(self._folder),
+            "PYTEST_DEBUG_TEMPROOT": tempfile.gettempdir(),
             # By default 15, with which jobs stand still while other lanes keep the cores busy.
             "RAY_worker_niceness": "0",
             MARK: mark,
+            OUTPUT: str(self._output),
         }
         self._process: subprocess.Popen[str] | None = None
         self._record: Path | None = None
@@ -321,6 +364,12 @@ class _Lane(threading.Thread):
             self._heard = time.monotonic()
             self._say(line.rstrip("\n"))
 
+    @contextmanager
+    def held(self) -> Iterator[int | None]:
+        """Start no stage inside; yields the process of the current one."""
+        with self._starting:
+            yield self._process.pid if self._process is not None else None
+
     @property
     def place(self) -> str:
         """The stage, its current test, and the seconds since the stage began."""
@@ -329,6 +378,12 @@ class _Lane(threading.Thread):
         test = _current_test(self._record)
         since = f"{time.monotonic() - self._since:.0f} s since the start of {self._stage.name}"
         return f"{test or self._stage.name}, {since}"
+
+    def show_output(self) -> None:
+        """Show the last lines of the job that a test was running."""
+        if self._output.exists():
+            for line in self._output.read_text(encoding="utf-8").splitlines()[-OUTPUT_LINES:]:
+                self._say(line)
 
     def say_if_silent(self) -> None:
         if not self.over.is_set() and time.monotonic() - self._heard > SILENT_S:

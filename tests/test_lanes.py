@@ -16,7 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from recipe.async_pipeline.lab.job import processes_with
-from tests import HANG_S, REPOSITORY
+from tests import HANG_S, OUTPUT, REPOSITORY
+from tests.fakes.waiting import until
 from tests.lanes import DEFAULT, FILES_AGAIN, ORDER, SHOWN, TIERS, Stage
 
 MARK = "ASYNC_PIPELINE_TEST_LANES"
@@ -37,10 +38,11 @@ def number():
 def test_flaky(number): assert number > 1, "the first time"
 def test_sound(number): pass
 """
-HANGS = """
-import subprocess, sys, threading
+HANGS = f"""
+import os, subprocess, sys, threading
 def test_before(): pass
 def test_hangs():
+    with open(os.environ["{OUTPUT}"], "w") as output: output.write("one line of a job")
     subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     threading.Event().wait()
 """
@@ -177,13 +179,14 @@ def test_an_end_names_the_test_that_hangs_with_its_stack_and_leaves_nothing(
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any(line.endswith("test_it.py::test_hangs\n") for line in lines)
-    # The test, its process in another session, the sleep and the run.
-    while len(processes_with(MARK, str(tmp_path))) < 4:
+    # The test, its process in another session, the sleep, the run and its guard.
+    while len(processes_with(MARK, str(tmp_path))) < 5:
         assert process.poll() is None
     process.send_signal(number)
     done = finish(process)
     assert done.status == 128 + number
     assert "in test_hangs" in done.output, "its stack"
+    assert "one line of a job" in done.output
     assert re.search(r"unit was in test_it\.py::test_hangs, \d+ s since the start of unit", done.output)
     assert re.search(r"other was in sleep, ", done.output)
     assert processes_with(MARK, str(tmp_path)) == []
@@ -203,6 +206,29 @@ def test_a_run_that_is_ended_at_a_random_moment_leaves_nothing(start: Start, tmp
         process.terminate()
         assert finish(process).status == 128 + signal.SIGTERM
         assert processes_with(MARK, str(tmp_path)) == []
+
+
+def test_a_run_that_is_killed_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        HANGS.replace("def test_hangs():", "def test_hangs(tmp_path):").replace(
+            "    threading", "    import tempfile; print('at', tempfile.mkdtemp(), tmp_path)\n    threading"
+        )
+    )
+    process = start("{'unit': [pytest_stage('unit', '-s')]}")
+    assert process.stdout is not None
+    place = next(line for line in iter(process.stdout.readline, "") if line.startswith("at "))
+    folder, kept = (Path(path) for path in place.split()[1:])
+    assert folder.is_dir()
+    process.kill()
+    until(lambda: processes_with(MARK, str(tmp_path)) == [], "all processes end")
+    assert not folder.exists() and kept.is_dir()
+
+
+def test_an_orphan_is_reaped(start: Start, tmp_path: Path) -> None:
+    """As by init: else a test would wait for ever for the end of a process that it did not start itself."""
+    orphan = 'pid=$(sh -c "sleep 0.01 >/dev/null & echo \\$!"); while [ -e /proc/$pid ]; do sleep 0.01; done'
+    done = finish(start(f"{{'unit': [Stage('orphan', ('sh', '-c', {orphan!r}))]}}"))
+    assert done.status == 0, done.output
 
 
 def test_what_a_test_leaves_behind_is_ended_and_named(start: Start, tmp_path: Path) -> None:

@@ -153,7 +153,9 @@ def test_the_player_does_not_outlive_its_guard() -> None:
     async def story(host: EnvironmentHost) -> None:
         assert isinstance(host, ProcessHost)
         await host.reset(1, {})
-        pids.append(int((await host.step("fork")).observation.split()[0]))
+        player, child = (await host.step("fork")).observation.split()
+        pids.append(int(player))
+        os.kill(int(child), signal.SIGKILL)  # outlives them both
         os.kill(guard_of(pids[0]), signal.SIGKILL)
         until(lambda: is_gone(pids[0]), "the kernel kills it")
         with pytest.raises(EnvironmentFailed):

@@ -24,6 +24,7 @@ from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.lab.event_audit import audit_events
 from recipe.async_pipeline.lab.job import processes_with
 from recipe.async_pipeline.weight_sync.memory.segment_names import PREFIX
+from tests import OUTPUT
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = float(os.environ.get("ASYNC_PIPELINE_TEST_LIMIT_S", "1500"))
@@ -110,14 +111,18 @@ def run_job(
     waiting = list(events)
     fired: float | None = None
     started = time.monotonic()
-    with subprocess.Popen(
-        watch, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with (
+        subprocess.Popen(
+            watch, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+        open(os.environ.get(OUTPUT, os.devnull), "w", buffering=1, encoding="utf-8") as shown,
+    ):
         timer = threading.Timer(LIMIT_S, process.send_signal, (signal.SIGTERM,))
         timer.start()
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
+            shown.write(line)
             if waiting and waiting[0].text in line:
                 fired = time.monotonic()
                 waiting.pop(0).do(process)
