@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program that has an engine core's process started by a fork server for which all imports are made.
 
-It prints whether the process has the state of this one, whether its parent is another one, and its status.
+It prints whether the process has the state of this one, whether its parent is another one, the status of one
+that it spawns, and its own.
 With the argument `broken`, the fork server fails at the request, and the program prints what it gets.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from multiprocessing import Pipe, forkserver
+from multiprocessing import Pipe, forkserver, get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +21,10 @@ from tests.fakes import waiting
 
 
 def send(pipe: Connection) -> None:
-    pipe.send((hasattr(waiting, "changed_by_the_parent"), os.getppid()))
+    spawned = get_context("spawn").Process(target=os.getpid)
+    spawned.start()
+    spawned.join()
+    pipe.send((hasattr(waiting, "changed_by_the_parent"), os.getppid(), spawned.exitcode))
 
 
 def fail(listener: int, alive: int, preload: Any) -> None:
@@ -42,6 +46,6 @@ if __name__ == "__main__":
     except EngineDeadError as error:
         print(error)  # noqa: T201
         sys.exit(1)
-    is_fork, parent = ours.recv()
+    is_fork, parent, spawned = ours.recv()
     process.join()
-    print(is_fork, parent != os.getpid(), process.exitcode)  # noqa: T201
+    print(is_fork, parent != os.getpid(), spawned, process.exitcode)  # noqa: T201

@@ -95,7 +95,7 @@ def preforked(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_with_the_imports_made_the_fork_server_is_a_fork() -> None:
     done = preforked()
-    assert done.stdout.splitlines() == ["True True 0"], done.stderr
+    assert done.stdout.splitlines() == ["True True 0 0"], done.stderr
 
 
 def test_a_fork_server_that_fails_says_why() -> None:

@@ -69,6 +69,8 @@ def _forks() -> Iterator[None]:
             return pid
         status = 1
         try:
+            # Its processes spawn others: vLLM one for each rank.
+            util.spawnv_passfds = spawn
             # The pipe whose end would end it is also open here.
             end_with_parent()
             listener, alive = descriptors
