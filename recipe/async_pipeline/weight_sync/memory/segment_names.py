@@ -20,11 +20,13 @@ from ...errors import WeightSyncError
 
 SHM_DIR = Path("/dev/shm")
 PREFIX = "async_pipeline-"
+OF_ENGINES = "async_pipeline_engine-"
+"""Of the segments in which the processes of an engine pass messages."""
 NAME_MAX = 255
 """Linux's limit."""
 
 
-_OWNED = re.compile(rf"{PREFIX}([0-9a-f]{{15}})-\d+-[0-9a-f]{{16}}")
+_OWNED = re.compile(rf"(?:{PREFIX}|{OF_ENGINES})([0-9a-f]{{15}})-\d+-[0-9a-f]{{16}}")
 
 
 class _Owner:
@@ -53,12 +55,12 @@ _this_process = _Owner()
 os.register_at_fork(after_in_child=_this_process.forget)
 
 
-def new_name() -> str:
+def new_name(prefix: str = PREFIX) -> str:
     """Return a random name that contains the owner's number and process id.
 
     Raises WeightSyncError if the locks of this user's processes cannot be used.
     """
-    return f"{PREFIX}{_this_process.number()}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f"{prefix}{_this_process.number()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def check_name(name: str) -> None:
@@ -89,7 +91,7 @@ def sweep_orphans() -> list[str]:
     segments of this user are touched. Raises WeightSyncError if the locks cannot be used.
     """
     alive, swept = {_this_process.number(): True}, []
-    for path in SHM_DIR.glob(f"{PREFIX}*"):
+    for path in SHM_DIR.glob("async_pipeline*"):
         named = _OWNED.fullmatch(path.name)
         # After a killed run, several processes sweep at the same time.
         with contextlib.suppress(FileNotFoundError):

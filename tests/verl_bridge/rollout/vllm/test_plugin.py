@@ -6,6 +6,8 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from concurrent.futures import Future
+from multiprocessing import shared_memory
+from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import (
     output_tokens,
     register,
 )
+from recipe.async_pipeline.weight_sync.memory.segment_names import SHM_DIR, sweep_orphans
 
 
 @pytest.fixture
@@ -37,6 +40,27 @@ def test_every_engine_core_can_load(monkeypatch: pytest.MonkeyPatch, core: Any) 
     monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
     register()
     assert core.load_snapshot is load_snapshot
+
+
+def rank(pipe: Connection) -> None:
+    register()
+    pipe.send(shared_memory.SharedMemory(create=True, size=64).name)
+    pipe.recv()
+
+
+def test_messages_of_a_rank_that_is_killed_with_its_tracker_are_swept() -> None:
+    spawned = multiprocessing.get_context("spawn")
+    ours, theirs = spawned.Pipe()
+    process = spawned.Process(target=rank, args=(theirs,))
+    process.start()
+    name = ours.recv()
+    segment = SHM_DIR / name
+    sweep_orphans()
+    assert segment.exists()
+    process.kill()
+    process.join()
+    sweep_orphans()
+    assert not segment.exists()
 
 
 def core_with(live: dict[str, int], *in_flight: dict[str, list[int]] | None) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm.general_plugins` entry point: adds a load to vLLM's engine core.
+"""A `vllm.general_plugins` entry point: adds a load to vLLM's engine core, and names its shared memory.
 
 The engine core can load a version and report, between the same two steps, how far each request is. Only
 the engine core knows which requests are still alive.
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterable, Sequence
+from multiprocessing import shared_memory
 from typing import Any
 
+from ....weight_sync.memory.segment_names import OF_ENGINES, new_name
 from ... import replaced
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -27,10 +29,15 @@ CORE_NAMES = ("EngineCore", "EngineCore_DP")
 
 
 def register() -> None:
-    """Add the load to the engine core. vLLM calls this before it builds an executor; no effect elsewhere."""
-    if not multiprocessing.current_process().name.startswith(CORE_NAMES):
-        return
-    replaced.apply("vLLM's engine core")
+    """Add the load to the engine core; let segments of cores and ranks be swept if these are killed.
+
+    vLLM calls this before it builds an executor. No effect elsewhere.
+    """
+    if multiprocessing.parent_process() is not None:
+        # Ray kills a process together with the one that would unlink them: 700 MB for two ranks.
+        setattr(shared_memory, "_make_filename", lambda: f"/{new_name(OF_ENGINES)}")  # noqa: B010
+    if multiprocessing.current_process().name.startswith(CORE_NAMES):
+        replaced.apply("vLLM's engine core")
 
 
 def load_snapshot(
