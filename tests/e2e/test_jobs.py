@@ -148,9 +148,7 @@ def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
     untied_task: Path, tmp_path: Path, nodes: StartNodes
 ) -> None:
     """Three batches ahead, all eight roles, two training ranks, and weights that are cast and sent on their
-    way.
-
-    The replica has to leave the node with two devices to the training ranks.
+    way to a replica of two ranks on the other node.
     """
     job = run_job(
         smoke_command(
@@ -163,9 +161,11 @@ def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
             "actor_rollout_ref.rollout.dtype=bfloat16",
             "trainer.v1.async_pipeline.weight_sync.delta=true",
             "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
             "trainer.val_before_train=true",
             "trainer.test_freq=4",
-            *nodes(untied_task, 2, 1).overrides,
+            *nodes(untied_task, 2, 2).overrides,
             f"trainer.v1.async_pipeline.run_dir={tmp_path / 'run'}",
         ),
         tmp_path / "run",
