@@ -47,28 +47,22 @@ def killed_at(step: int | None, run_dir: Path, delay_s: float, steps: int = STEP
     return Event(f"{'' if step is None else f' {step}'}/{steps} ", kill)
 
 
-TASKS = {"tied_task": (), "look_task": LOOK}
-"""Fixtures, and the overrides of their tasks: a text model, and one that sees."""
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_killed_and_resumed_on_policy_is_the_run_that_was_left_alone(
-    task: str, tmp_path: Path, request: pytest.FixtureRequest
+def test_killed_and_resumed_with_pictures_is_the_run_that_was_left_alone(
+    look_task: Path, tmp_path: Path
 ) -> None:
-    made: Path = request.getfixturevalue(task)
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     for folder in (alone, killed):
         folder.mkdir()
     # Weights of a correction would bring in the engine's log-probs, whose last bits depend on its batches.
-    exact = ("algorithm.rollout_correction.rollout_is=null", *TASKS[task])
+    exact = ("algorithm.rollout_correction.rollout_is=null", *LOOK)
     undisturbed = run_job(
-        command(alone, "on_policy", *exact, f"trainer.save_freq={STEPS}"), alone / "run", made
+        command(alone, "on_policy", *exact, f"trainer.save_freq={STEPS}"), alone / "run", look_task
     )
     ended_well(undisturbed)
 
     again = command(killed, "on_policy", *exact, "trainer.save_freq=2")
-    first = run_job(again, killed / "run", made, events=[killed_at(5, killed / "run", 0.3)])
-    last = run_job(again, killed / "run", made)
+    first = run_job(again, killed / "run", look_task, events=[killed_at(5, killed / "run", 0.3)])
+    last = run_job(again, killed / "run", look_task)
     assert first.status != 0
     ended_well(last)
     assert " resumed from " in last.output
@@ -152,16 +146,13 @@ def test_killed_at_random_moments_with_rejected_tokens_and_an_adaptive_kl(
     assert any(0 < row[REJECTED] < 1 for row in rows), "some tokens are rejected"
 
 
-@pytest.mark.parametrize("task", TASKS)
 def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_over(
-    task: str, tmp_path: Path, request: pytest.FixtureRequest
+    tied_task: Path, tmp_path: Path
 ) -> None:
     """Groups in flight, finished, and in batches of steps to come; some are filtered."""
-    made: Path = request.getfixturevalue(task)
     again = command(
         tmp_path,
         "fully_async",
-        *TASKS[task],
         "trainer.v1.async_pipeline.staleness.max_lag=3",
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=reward",
@@ -169,12 +160,12 @@ def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_ove
         "trainer.max_actor_ckpt_to_keep=2",
     )
     run_dir = tmp_path / "run"
-    first = run_job(again, run_dir, made, events=[killed_at(4, run_dir, 0.5)])
+    first = run_job(again, run_dir, tied_task, events=[killed_at(4, run_dir, 0.5)])
     assert first.status != 0
     newest, before = published(tmp_path / "checkpoints")[:2]
     with (newest / "pipeline.json").open("a") as file:
         file.write(" ")
-    last = run_job(again, run_dir, made)
+    last = run_job(again, run_dir, tied_task)
     summary = ended_well(last)
     assert f"checkpoint refused: {newest} is damaged: pipeline.json has" in last.output
     assert f"resumed from {before}" in last.output
