@@ -17,6 +17,7 @@ from recipe.async_pipeline.lab.cli import task
 from recipe.async_pipeline.lab.tasks.build import Spec, Toy, ToyMeasurements, ToySpec
 from recipe.async_pipeline.lab.tasks.image_task.image_build import ImageSpec
 from recipe.async_pipeline.lab.tasks.image_task.image_model import FluxModelSpec
+from recipe.async_pipeline.lab.tasks.words_task.words_build import WordsSpec
 
 
 @pytest.fixture
@@ -70,6 +71,15 @@ def test_a_mixture_of_experts(requested: list[tuple[Spec, Path]], tmp_path: Path
     assert requested == [(ToySpec.of(seed=0, tied=True, moe=True), tmp_path.resolve())]
     with pytest.raises(ConfigError, match="--model must be dense with --task lake, got moe"):
         run("make", "--task", "lake", "--model", "moe")
+
+
+def test_a_pretrained_model(requested: list[tuple[Spec, Path]], tmp_path: Path) -> None:
+    for words in ((), ("--model", "smollm2")):
+        assert run("make", "--dir", str(tmp_path), "--task", "words", *words) == 0
+    assert requested == [(WordsSpec(), tmp_path.resolve())] * 2
+    for refused in (("--task", "words", "--model", "moe"), ("--model", "smollm2")):
+        with pytest.raises(ConfigError, match="--model must be "):
+            run("make", *refused)
 
 
 def test_a_family_of_image_models(

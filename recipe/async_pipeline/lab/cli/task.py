@@ -16,6 +16,8 @@ from recipe.async_pipeline.lab.tasks.build import Spec, ToySpec, ensure_toy
 from recipe.async_pipeline.lab.tasks.model import ModelSpec
 
 DEFAULT_ROOT = Path(".cache") / "toy"
+MODELS = {"addition": ("dense", "moe"), "words": ("smollm2",)}
+"""The models of a task; any other task has a dense one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,15 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     make.add_argument(
         "--task",
-        choices=("addition", "lake", "calculator", "image", "look"),
+        choices=("addition", "lake", "calculator", "image", "look", "words"),
         default="addition",
         help="which task (default: %(default)s)",
     )
     make.add_argument(
         "--model",
-        choices=("dense", "moe"),
-        default="dense",
-        help="for addition: a dense model, or a mixture of experts (default: %(default)s)",
+        choices=("dense", "moe", "smollm2"),
+        help="for addition: a dense model (default), or a mixture of experts; for words: smollm2",
     )
     make.add_argument(
         "--family",
@@ -68,8 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make or find the directory and print it; progress goes to stderr."""
     root, report = args.root.resolve(), partial(echo, file=sys.stderr)
-    if args.task != "addition" and args.model != "dense":
-        raise ConfigError(f"--model must be dense with --task {args.task}, got {args.model}; leave it out")
+    if args.model not in (None, *MODELS.get(args.task, ("dense",))):
+        raise ConfigError(
+            f"--model must be {' or '.join(MODELS.get(args.task, ('dense',)))} with --task {args.task}, got "
+            f"{args.model}; leave it out"
+        )
     if args.task != "image" and args.family != "sd3":
         raise ConfigError(f"--family must be left out with --task {args.task}, got {args.family}")
     toy = ensure_toy(_spec_of(args), root, report=report)
@@ -97,6 +101,10 @@ def _spec_of(args: argparse.Namespace) -> Spec:
         return ImageSpec(seed=args.seed, model=FluxModelSpec() if args.family == "flux" else ImageModelSpec())
     if args.task == "look":
         return _look(args.seed)
+    if args.task == "words":
+        from recipe.async_pipeline.lab.tasks.words_task.words_build import WordsSpec
+
+        return WordsSpec(seed=args.seed)
     return ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe")
 
 
