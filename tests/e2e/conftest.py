@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
+from recipe.async_pipeline.lab.tasks.words_task.words_build import PACKAGE
 from recipe.async_pipeline.verl_bridge.cpu.cpu_overrides import install
 from tests import HANG_S
 from tests.e2e.job import ROOT
@@ -56,6 +58,14 @@ def moe_task() -> Path:
 def look_task() -> Path:
     """Return the directory of a task with pictures, for a vision-language model."""
     return make_task("--task", "look")
+
+
+@pytest.fixture(scope="session")
+def words_task() -> Path:
+    """Return the directory of a task with a pretrained model of 135 million parameters."""
+    if find_spec(PACKAGE) is None:
+        pytest.skip(f"{PACKAGE} is not installed; `smoke_cpu.sh --task words` installs it")
+    return make_task("--task", "words")
 
 
 @pytest.fixture(scope="session")

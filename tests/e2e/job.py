@@ -35,6 +35,17 @@ UPDATE_S = 8.0
 """Of an optimizer step that is meant to take ten times as long as generation."""
 LOOK = ("+task=look", "trainer.val_before_train=False", "trainer.test_freq=-1")
 """Overrides of a job with pictures, without validations."""
+FEW = 4
+"""Groups of a step, and responses of a group, of a job with the pretrained model."""
+WORDS = (
+    "+task=words",
+    f"data.train_batch_size={FEW}",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={FEW}",
+    f"actor_rollout_ref.rollout.n={FEW}",
+    "trainer.val_before_train=False",
+    "trainer.test_freq=-1",
+)
+"""Overrides of a job with the pretrained model, without validations."""
 MARK = "ASYNC_PIPELINE_TEST_JOB"
 """Every process of a job inherits this variable; other jobs on the machine are none of our business."""
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.lab.gpu_kit.ladder import COMPARED, LOOP
-from tests.e2e.job import LOOK, ROOT, check_clean_end, check_events, run_job, smoke_command
+from tests.e2e.job import FEW, LOOK, ROOT, WORDS, check_clean_end, check_events, run_job, smoke_command
 from tests.e2e.weights import WITHOUT_GRADIENT, assert_same_weights, saved_weights
 
 pytestmark = pytest.mark.e2e
@@ -59,6 +59,12 @@ def run(tied_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def run_seeing(look_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a strategy with a vision-language model; each only once."""
     return _runs(look_task, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def run_pretrained(words_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a strategy with a pretrained model; each only once."""
+    return _runs(words_task, tmp_path_factory)
 
 
 def _runs(task: Path, folders: pytest.TempPathFactory) -> Run:
@@ -107,7 +113,8 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
         job = run_job(smoke_command(*common, *own, *overrides, pipeline=not stock), folder / "run", task)
     assert job.status == 0, job.output[-3000:]
     if not stock and ":" not in strategy:
-        summary = check_clean_end(job, strategy, summary_lag(overrides, strategy), STEPS)
+        size = {"groups": FEW, "responses": FEW} if {*WORDS} <= {*overrides} else {}
+        summary = check_clean_end(job, strategy, summary_lag(overrides, strategy), STEPS, **size)
         check_events(job)
         assert summary["rollout_corr_kl_max"] <= 0.005
         last = job.metrics()[-1]["data"]
@@ -194,6 +201,12 @@ def test_on_policy_with_megatron_is_verls_own_sync_trainer_with_megatron(run: Ru
 @pytest.mark.nightly
 def test_with_pictures_on_policy_is_verls_own_sync_trainer(run_seeing: Run) -> None:
     assert_equal(run_seeing("on_policy", *LOOK), run_seeing("verl", *LOOK, NORMALIZED))
+
+
+@pytest.mark.nightly
+def test_with_a_pretrained_model_on_policy_is_verls_own_sync_trainer(run_pretrained: Run) -> None:
+    gentle = (*WORDS, "actor_rollout_ref.actor.optim.lr=1.0e-5")
+    assert_equal(run_pretrained("on_policy", *gentle), run_pretrained("verl", *gentle))
 
 
 @pytest.mark.nightly
