@@ -293,6 +293,16 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             remove_when="verl uses the attention of the model's config",
         ),
     ),
+    # The process from which workers of Ray are forked, on the CPU platform.
+    "fork server of workers": (
+        Replacement(
+            "ray.actor",
+            "ActorClassID",
+            "cpu.fork_worker:ClassIds",
+            why="Ray draws an id for each class of actors, after which all forks draw the same ids",
+            remove_when="Ray draws other ids in a fork, or forks its workers itself",
+        ),
+    ),
     # Training workers on the CPU platform.
     "training on a CPU": (
         Replacement(

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ def forking() -> Iterator[None]:
         yield
 
 
+def random_id() -> str:
+    return str(ray.ObjectRef.from_random().hex())
+
+
+def ids_of_threads() -> Iterator[str]:
+    """Draw in new threads, whose sequences Ray seeds from eight states of the process."""
+    for _ in range(16):
+        with ThreadPoolExecutor(1) as thread:
+            yield thread.submit(random_id).result()
+
+
 class Worker:
     def facts(self) -> dict[str, Any]:
         import numpy
@@ -59,7 +71,7 @@ class Worker:
             "own": os.environ.get("OWN"),
             "set": os.environ.get("SET_BY_AN_IMPORT"),
             "folder": os.getcwd(),
-            "drawn": (numpy.random.random(), ray.ObjectRef.from_random().hex()),
+            "drawn": (numpy.random.random(), random_id(), *ids_of_threads()),
             "arguments": sys.argv,
         }
 
@@ -156,8 +168,9 @@ def test_a_worker_that_is_killed_is_reaped_and_the_server_ends_with_its_node() -
     until(lambda: has_ended(server), "the server ends")
 
 
-def test_imports_that_fail_leave_workers_as_ray_starts_them() -> None:
-    with ray_with("no_such_module"):
+@pytest.mark.parametrize("module", ["no_such_module", "tests.fakes.import_that_draws"])
+def test_imports_that_fail_or_draw_an_id_leave_workers_as_ray_starts_them(module: str) -> None:
+    with ray_with(f"{MODULE},{module}"):
         found = facts(worker(OWN="yes"))
     assert not found["forked"]
     assert found["own"] == "yes"

@@ -11,6 +11,11 @@ process.
 A worker whose environment was read before a fork could change it (`AT_START`, `AT_IMPORT`) starts as Ray
 starts it; so do all, if the imports fail. Not used with accelerators, whose libraries do not survive a fork.
 
+Ray seeds its random ids when a process draws the first one. The fork server must not draw any: its forks
+would draw the same ones, in each of their threads, and an actor aborts if two workers call it with the same
+id at once. Ray draws one where it makes a class of actors, which many modules do; the fork server has
+`ClassIds` there. If an import draws another one, nothing forks.
+
 Imports the standard library alone: a script has no package, and each worker runs it first.
 """
 
@@ -43,8 +48,6 @@ OF_ONE_WORKER = "ASYNC_PIPELINE_EARLY_ENGINE"
 FORKED, REFUSED = b"1", b"0"
 ANSWER_S = 300.0
 """Seconds for the imports; also what it costs if a worker dies before it has registered."""
-IDS_OF_A_WORKER = 1000
-"""More than the random ids of Ray that a worker draws while others start."""
 
 
 def main(arguments: Sequence[str]) -> Sequence[str] | None:
@@ -122,15 +125,52 @@ def _serve_first(path: str, worker_path: str, variables: Mapping[str, str]) -> S
 
 
 def _import(worker_path: str, variables: Mapping[str, str]) -> Mapping[str, str]:
-    """Make the imports with the variables of the first worker; return the environment before them."""
+    """Make the imports with the variables of the first worker; return the environment before them.
+
+    Raises RuntimeError if they have drawn a random id of Ray.
+    """
     sys.path[0] = os.path.dirname(worker_path)
     os.environ.update({name: value for name, value in variables.items() if name != OF_ONE_WORKER})
     before = dict(os.environ)
+
+    from recipe.async_pipeline.verl_bridge import replaced
+
+    replaced.apply("fork server of workers")
     for name in os.environ[IMPORTS].split(","):
         importlib.import_module(name)
+    if _id_of_a_fork() == _id_of_a_fork():
+        raise RuntimeError(
+            "workers are not forked, because they would have the same ids of Ray: the import of one of "
+            f"{os.environ[IMPORTS]} draws a random id of Ray"
+        )
+
     gc.collect()
     gc.freeze()  # a collection in a worker leaves these pages shared
     return before
+
+
+class ClassIds:
+    """Takes the place of Ray's `ActorClassID` where Ray makes a class of actors."""
+
+    @staticmethod
+    def from_random() -> Any:
+        """Return a random id that Ray has not drawn."""
+        from ray import ActorClassID
+
+        return ActorClassID(os.urandom(ActorClassID.size()))
+
+
+def _id_of_a_fork() -> bytes:
+    """Return the first random id of Ray that a fork of this process draws; empty if it fails."""
+    ours, theirs = os.pipe()
+    if not (pid := os.fork()):
+        with suppress(BaseException):
+            os.write(theirs, sys.modules["ray"].ObjectRef.from_random().binary())
+        os._exit(0)
+    os.close(theirs)
+    os.waitpid(pid, 0)
+    with open(ours, "rb") as drawn:
+        return drawn.read()
 
 
 def _serve(listener: socket.socket, before: Mapping[str, str]) -> Sequence[str]:
@@ -152,10 +192,6 @@ def _serve(listener: socket.socket, before: Mapping[str, str]) -> Sequence[str]:
             size = int.from_bytes(head, "big")
             arguments, environment, folder = json.loads(connection.recv(size, socket.MSG_WAITALL))
             forks = not _differ(before, environment, AT_START + AT_IMPORT)
-            if ray := sys.modules.get("ray"):
-                # Forks continue one sequence. Two that put an object with the same id at once abort.
-                for _ in range(IDS_OF_A_WORKER):
-                    ray.ObjectRef.from_random()
             if forks and not os.fork():
                 break
             connection.sendall(FORKED if forks else REFUSED)
