@@ -158,6 +158,13 @@ def test_a_harmless_change_of_a_signature_is_no_difference(
     assert engines.compare(tested, other).differences == ()
 
 
+def test_only_some_models_need_what_a_kind_of_layer_does() -> None:
+    """Otherwise a change of one model's layers would refuse the engine to the runs of all others."""
+    breaks = {need.breaks for contract in SHIPPED.values() for need in contract.needs}
+    assert {one for one in breaks if one.startswith("proof of ")} <= {*engines.OF_MODELS}
+    assert breaks >= {*engines.IN_SOME_RUNS}
+
+
 # The trees of other versions.
 
 COMPARED = re.findall(

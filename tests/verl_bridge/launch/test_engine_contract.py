@@ -103,6 +103,12 @@ def test_only_what_the_run_uses_counts(
         ("proof of experts", {"text_config": {"num_experts": 4}}, True),
         ("proof of latent attention", {"hidden_size": 8}, False),
         ("proof of latent attention", {"kv_lora_rank": 4}, True),
+        ("proof of linear attention", {"hidden_size": 8}, False),
+        ("proof of linear attention", {"text_config": {"linear_key_head_dim": 4}}, True),
+        ("proof of linear attention", {"mamba_num_heads": 4}, True),
+        ("proof of reordered weights", {"model_type": "llama"}, False),
+        ("proof of reordered weights", {"model_type": "granitemoehybrid"}, True),
+        ("proof of reordered weights", {"text_config": {"model_type": "llama4_text"}}, True),
     ],
 )
 def test_what_the_model_does_not_use_does_not_count(

@@ -39,7 +39,11 @@ NOT_IN_RUNS = ("benchmarks", "verify_gpu.sh")
 """What may break without effect on a run."""
 EXPERTS = ("proof of experts", "experts on a CPU")
 LATENT = ("proof of latent attention",)
-IN_SOME_RUNS = ("LoRA", "fp8", "replicas on several nodes", "share of device memory", *EXPERTS, *LATENT)
+LINEAR = ("proof of linear attention",)
+REORDERED = ("proof of reordered weights",)
+OF_MODELS = (*EXPERTS, *LATENT, *LINEAR, *REORDERED)
+"""What only some models need."""
+IN_SOME_RUNS = ("LoRA", "fp8", "replicas on several nodes", "share of device memory", *OF_MODELS)
 """What may break without effect on most runs: their settings and their model decide."""
 
 

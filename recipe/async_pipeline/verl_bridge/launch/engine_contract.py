@@ -13,7 +13,13 @@ from ...config.paths import OWN
 from ...errors import ConfigError
 from ...installed.engines import EngineTree, installed, recorded_release
 from ...installed.patch_state import patches_dir
-from ..rules.model_rules import described_model, has_experts, has_latent_attention
+from ..rules.model_rules import (
+    described_model,
+    has_experts,
+    has_latent_attention,
+    has_linear_attention,
+    has_reordered_weights,
+)
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -42,7 +48,7 @@ def _compare(config: DictConfig, mode: str, engine: EngineTree) -> str | None:
     described = described_model(config)
     unused = _unused(config, described)
     # What only the model decides about.
-    in_doubt = unused if described else unused.union(engines.EXPERTS, engines.LATENT)
+    in_doubt = unused if described else unused.union(engines.OF_MODELS)
     breaks = sorted(
         (one for one in found if not unused.issuperset(one.breaks)),
         key=lambda one: (not one.is_verls, in_doubt.issuperset(one.breaks)),
@@ -77,5 +83,7 @@ def _unused(config: DictConfig, described: Mapping[str, Any]) -> set[str]:
         ("replicas on several nodes",): rollout.tensor_model_parallel_size <= rollout.n_gpus_per_node,
         engines.EXPERTS: bool(described) and not has_experts(described),
         engines.LATENT: bool(described) and not has_latent_attention(described),
+        engines.LINEAR: bool(described) and not has_linear_attention(described),
+        engines.REORDERED: bool(described) and not has_reordered_weights(described),
     }
     return {name for names, is_unused in unused.items() if is_unused for name in names}

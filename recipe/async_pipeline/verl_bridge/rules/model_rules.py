@@ -60,6 +60,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM's CPU engine has a kernel."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in a model's config.json."""
+REORDERED = ("llama4", "gpt_neox", "granitemoe")
+"""How the types of the models begin whose layers `declared_layers.py` declares as reordered."""
 CPU_EXPERT_ALIGNMENT = 32
 """vLLM's CPU engine pads the width of experts to a multiple of this; padded experts cannot be updated."""
 
@@ -346,6 +348,16 @@ def has_experts(described: Mapping[str, Any]) -> bool:
 def has_latent_attention(described: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes attention over compressed keys and values."""
     return bool(_text_model(described).get("kv_lora_rank"))
+
+
+def has_linear_attention(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes layers with a state instead of keys and values."""
+    return any(name.startswith(("linear_", "mamba_")) for name in _text_model(described))
+
+
+def has_reordered_weights(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a model whose weights vLLM reorders."""
+    return str(_text_model(described).get("model_type")).startswith(REORDERED)
 
 
 def _text_model(described: Mapping[str, Any]) -> Mapping[str, Any]:
