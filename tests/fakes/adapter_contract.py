@@ -93,7 +93,8 @@ def check_stages(ranks: Sequence[EngineAdapter], before: Manifest, staged: Manif
     for adapter in ranks:
         ends: list[BaseException | None] = []
         if adapter.prepare(staged, ends.append):
-            until(lambda ends=ends: ends == [None], "announced")  # type: ignore[misc]
+            until(lambda ends=ends: bool(ends), "announced")  # type: ignore[misc]
+            assert ends == [None]
             until(lambda one=adapter: one.staged_version() == staged.version, "staged")  # type: ignore[misc]
         else:
             assert adapter.staged_version() is None

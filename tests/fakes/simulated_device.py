@@ -4,9 +4,11 @@
 Tensors stay plain tensors with real values and addresses, so all code runs as it is. Two modes decide by
 the storage where a tensor is, and `.device` and `.is_cuda` follow from it. An operation that mixes host and
 device memory or the memories of two devices, and a read of device memory on the host without a copy, raise
-an error as CUDA does. Where no index is given, the device is the first one. Copies
-that do not block are made when their stream synchronizes or runs its next operation, so a missing
-synchronization leaves old bytes.
+an error as CUDA does. Where no index is given, the device is that of the thread's current stream, or the
+first one. Each device has its own streams. Copies that do not block are made when their stream synchronizes
+or runs its next operation, so a missing synchronization, or that of another device, leaves old bytes. CUDA
+would run an operation on the default stream of its device where the current stream is another device's; here
+that is an error.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ class WrongMemory(RuntimeError):
 
 
 class Stream:
-    """A queue of copies."""
+    """A queue of copies to or from the memory of one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.pending: list[Pair] = []
 
     def synchronize(self) -> None:
@@ -67,7 +70,9 @@ class SimulatedDevice:
         """The devices' storages. None is freed, so that no other memory gets its address."""
         self.indices: dict[int, int] = {}
         """Which device has a storage."""
-        self.streams: list[Stream] = [Stream()]
+        self.streams: list[Stream] = []
+        """All but the default ones, which are by device."""
+        self._defaults: dict[int, Stream] = {}
         self._current = threading.local()
 
     def adopt(self, tensors: Iterable[torch.Tensor], index: int = 0) -> None:
@@ -94,22 +99,41 @@ class SimulatedDevice:
         """Return whether an address is in the device's memory."""
         return any(0 <= address - one.data_ptr() < one.nbytes() for one in self.memory.values())
 
+    def stream(self, device: Any = None) -> Stream:
+        """Return the current stream of a device in this thread, by default that of the current device."""
+        index = self.index_asked(device)
+        used = self._used
+        return used if used and used.index == index else self._defaults.setdefault(index, Stream(index))
+
+    def stream_for(self, index: int) -> Stream:
+        """Return the stream of an operation on a device. Raises WrongMemory in a stream of another one."""
+        if self._used and self._used.index != index:
+            raise WrongMemory(f"an operation on the device {index} ran in a stream of {self._used.index}")
+        return self.stream(torch.device(DEVICE.type, index))
+
+    def index_asked(self, device: Any) -> int:
+        """Return the index of a device, without one that of the current device of this thread."""
+        index = None if device is None else torch.device(device).index
+        current = self._used.index if self._used else 0
+        return current if index is None else index
+
     @property
-    def stream(self) -> Stream:
-        """The current stream of this thread."""
-        return getattr(self._current, "stream", self.streams[0])
+    def _used(self) -> Stream | None:
+        return getattr(self._current, "stream", None)
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
-        before, self._current.stream = self.stream, stream
+        before, self._current.stream = self._used, stream
         try:
             yield
         finally:
             self._current.stream = before
 
     def synchronize(self, device: Any = None) -> None:
-        for stream in self.streams:
-            stream.synchronize()
+        index = self.index_asked(device)
+        for stream in [*self.streams, *self._defaults.values()]:
+            if stream.index == index:
+                stream.synchronize()
 
     @contextmanager
     def modes(self) -> Iterator[None]:
@@ -120,12 +144,14 @@ class SimulatedDevice:
     def copy(self, pairs: Iterable[Pair], *, blocks: bool) -> None:
         """Copy within a memory or between both."""
         for target, source in pairs:
-            ends = {self.holds(one) for one in _tensors_in((target, source))}
-            if len(ends) == 2 and not blocks:
-                self.stream.pending.append((target, source))
+            ends = [self.index_of(one) for one in (source, target)]
+            index = next((one for one in ends if one is not None), None)
+            stream = None if index is None else self.stream_for(index)
+            if stream is not None and None in ends and not blocks:
+                stream.pending.append((target, source))
                 continue
-            if True in ends:
-                self.stream.synchronize()
+            if stream is not None:
+                stream.synchronize()
             target.copy_(source)
 
 
@@ -154,7 +180,7 @@ class _Rules(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         if here and not func.is_view:
             self._check(func, args, tensors)
-            simulated.stream.synchronize()
+            simulated.stream_for(simulated.indices[here[0].untyped_storage()._cdata]).synchronize()
         result = func(*args, **kwargs)
         index = simulated.index_of(here[0]) if here else _index(asked)
         if index is not None:
@@ -273,7 +299,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
 
     class OwnStream(Stream):
         def __init__(self, device: Any = None) -> None:
-            super().__init__()
+            super().__init__(simulated.index_asked(device))
             simulated.streams.append(self)
 
     def register(address: int, nbytes: int, flags: int) -> int:
@@ -284,7 +310,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     replaced = {
         "_lazy_init": lambda: None,
         "synchronize": simulated.synchronize,
-        "current_stream": lambda device=None: simulated.stream,
+        "current_stream": simulated.stream,
         "Stream": OwnStream,
         "stream": simulated.use,
         "cudart": lambda: runtime,
@@ -303,7 +329,6 @@ def simulated_device() -> Iterator[SimulatedDevice]:
             with simulated.modes():
                 yield simulated
         finally:
-            simulated.synchronize()
             simulated.active = False
             memory_work.threads_of.cache_clear()
             torch.set_num_threads(threads)

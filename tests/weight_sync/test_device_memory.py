@@ -48,8 +48,12 @@ def weights(version: int) -> Weights:
     }
 
 
+SECOND = torch.device(DEVICE.type, 1)
+"""Not the current device, so that calls without a device mean another one."""
+
+
 def on_device(tensors: Weights) -> Weights:
-    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    return {name: tensor.to(SECOND) for name, tensor in tensors.items()}
 
 
 def gather_whole(writer: ArenaWriter, version: int, tensors: Weights) -> WeightTicket:
@@ -98,13 +102,13 @@ def test_a_version_is_not_published_before_its_copies_end(
 ) -> None:
     """The tests above would see it if the trainer did not wait."""
     with monkeypatch.context() as hasty:
-        hasty.setattr(torch.cuda, "synchronize", lambda: None)
+        hasty.setattr(torch.cuda, "synchronize", lambda device: None)
         manifest = await_manifest(gather(writer, 1, on_device(weights(1))), HANG_S)
     assert set(different(manifest, 1)) == set(weights(1))
 
 
 def test_the_trainers_tensors_may_be_in_both_memories(device: SimulatedDevice, writer: ArenaWriter) -> None:
-    mixed = weights(1) | {"embed": weights(1)["embed"].to(DEVICE)}
+    mixed = weights(1) | {"embed": weights(1)["embed"].to(SECOND)}
     assert different(await_manifest(gather_parts(writer, 1, mixed), HANG_S), 1) == []
     assert different(await_manifest(gather_whole(writer, 2, mixed), HANG_S), 1) == []
 
@@ -174,4 +178,22 @@ def test_a_copy_ends_with_its_stream(device: SimulatedDevice) -> None:
     torch.cuda.current_stream().synchronize()
     assert host.sum() == 0, "another stream"
     stream.synchronize()
+    assert host.sum() == 4
+
+
+def test_each_device_has_its_own_streams(device: SimulatedDevice) -> None:
+    there, host = torch.ones(4, device="cuda:1"), torch.zeros(4)
+    host.copy_(there, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    torch.cuda.synchronize()
+    assert host.sum() == 0, "these are the first device's"
+    torch.cuda.current_stream(there.device).synchronize()
+    assert host.sum() == 4
+    with torch.cuda.stream(torch.cuda.Stream()):
+        with pytest.raises(WrongMemory, match="on the device 1 ran in a stream of 0"):
+            host.copy_(there, non_blocking=True)
+    with torch.cuda.stream(torch.cuda.Stream(there.device)):
+        host.add_(1).copy_(there, non_blocking=True)
+        assert host.sum() == 8, "its stream has not ended"
+        torch.cuda.synchronize()
     assert host.sum() == 4

@@ -286,9 +286,10 @@ class RecordedLoad:
         With `background`, the calling thread copies alone and gives way to others.
         """
         sources = self.sources(manifest, published)
-        if any(target.is_cuda for target in targets):
+        device = next((target.device for target in targets if target.is_cuda), None)
+        if device is not None:
             torch._foreach_copy_(list(targets), sources, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(device).synchronize()
         elif self._apart:
             (copy_in_background if background else copy_all)(targets, sources)
         else:

@@ -55,7 +55,7 @@ class ServingRank:
         started = time.perf_counter()
         described, adapter = decode(manifest).on_node(self._node), self.adapter
         # A step may still run on the device, with the weights that are about to be overwritten.
-        torch.get_device_module(adapter.device).synchronize()
+        torch.get_device_module(adapter.device).synchronize(adapter.device)
         with _writable():
             delivered = adapter.commit(described, piece_bytes)
             loaded = time.perf_counter()

@@ -79,7 +79,7 @@ def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Seque
         if targets[0].is_cuda:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources, non_blocking=True)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(targets[0].device)
         else:
             copy_all(targets, sources)
 

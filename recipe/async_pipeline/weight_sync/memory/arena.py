@@ -122,7 +122,7 @@ class Arena:
         """Copy whole tensors in the order of iteration."""
         before = self._layout.used
         self._layout, self._blocks, self._described = Layout(self._bucket_bytes), None, []
-        on_device = False
+        device: torch.device | None = None
         for name, tensor in weights:
             entry = self._place(name, tuple(tensor.shape), tensor.dtype)
             if (
@@ -131,14 +131,14 @@ class Arena:
             ):
                 self._require_segment(entry.bucket, self._layout.used[-1])
             self._segments[entry.bucket].reserve(self._layout.used[-1])
-            if tensor.is_cuda and not on_device:
+            if tensor.is_cuda and device is None:
                 # The previous version tells how many bytes of the buckets will be used.
                 for segment, nbytes in zip(self._segments, before, strict=False):
                     segment.pin([(0, nbytes)])
-            on_device = on_device or tensor.is_cuda
+            device = tensor.device if tensor.is_cuda else device
             view_of(self._segments, entry).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        if on_device:
-            torch.cuda.synchronize()
+        if device is not None:
+            torch.cuda.synchronize(device)
 
     def describe(
         self, version: int, publication: int, proof_tensors: int, adapter: str | None
@@ -226,13 +226,13 @@ class Arena:
         return view_of(self._segments, entry)[part.slices].view(part.values.shape)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        on_device = any(source.is_cuda for source in sources)
-        if on_device:
+        device = next((source.device for source in sources if source.is_cuda), None)
+        if device is not None:
             ranges = direct_ranges(targets)
             for segment in self._segments:
                 segment.pin(ranges.get(segment.address, ()))
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         else:
             copy_all(targets, sources)
 

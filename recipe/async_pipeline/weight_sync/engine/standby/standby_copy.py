@@ -54,7 +54,7 @@ class StandbyCopy(StandbyVersion):
         if in_place:
             torch._foreach_copy_([served[i] for i in in_place], [standby[i] for i in in_place])
             if served[in_place[0]].is_cuda:
-                torch.cuda.current_stream().synchronize()
+                torch.cuda.current_stream(served[in_place[0]].device).synchronize()
         self.served()
 
     def stage(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
