@@ -18,7 +18,7 @@ from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
 from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import keep_weights_unpacked
@@ -91,6 +91,8 @@ def without_kernels() -> Iterator[None]:
         patched.setattr(attention, "get_attn_backend", or_else(attention.get_attn_backend, MagicMock()))
         select, triton = "select_unquantized_moe_backend", (experts.UnquantizedMoeBackend.TRITON, None)
         patched.setattr(experts, select, or_else(getattr(experts, select), triton))
+        described = importlib.import_module("vllm.model_executor.layers.fused_moe.config").FusedMoEConfig
+        patched.setattr(described, "__post_init__", or_else(described.__post_init__, None))
         yield
 
 
@@ -109,6 +111,11 @@ class ModelRank(RecordingAdapter):
         for parameter in self.model.parameters():
             parameter.data.normal_()
         self._table = served_layout(self.model)
+
+    def start(self) -> None:
+        """Prepare the weights as an engine does at its start."""
+        with set_current_vllm_config(self.config), as_rank(self.rank, self.size):
+            process_weights_after_loading(self.model, self.config.model_config, self.device)
 
     def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor], int], None]) -> None:
         """Have the weights in the memory of a device, which adopts them."""

@@ -6,12 +6,13 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from recipe.async_pipeline.errors import ProofError
+from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest
 from recipe.async_pipeline.weight_sync.proof.map_check import check_map
@@ -123,6 +124,18 @@ def test_each_rank_has_its_experts(models: Models, size: int) -> None:
         manifest = models.publish(weights)
         assert prove_first(ranks, manifest) == [len(weights) - experts + experts // size] * size
     assert all(rank.prepare(manifest) for rank in ranks), "their loads were recorded"
+
+
+def test_experts_that_a_cpu_kernel_pads_are_refused(models: Models, load: Load) -> None:
+    """Each of two ranks has a width of 48, which vLLM pads when it starts."""
+    manifest = models.publish(models.published("mixtral"))
+    for rank in models.replica("mixtral", 2):
+        rank.start()
+        runner = SimpleNamespace(model=rank.model, vllm_config=rank.config)
+        adapters = load("recipe.async_pipeline.verl_bridge.rollout.vllm.adapter")
+        adapter = adapters.VllmAdapter(SimpleNamespace(device=rank.device, model_runner=runner))
+        with pytest.raises(WeightSyncError, match="experts of width 48 cannot be updated on a CPU; it must"):
+            adapter.commit(manifest, 1 << 20)
 
 
 SEEING = "qwen2.5-vl"

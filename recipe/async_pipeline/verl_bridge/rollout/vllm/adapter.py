@@ -75,6 +75,8 @@ class VllmAdapter(RecordingAdapter):
     def begin(self) -> None:
         if self._fp8 is not None:
             self._fp8.begin()
+        elif self.device.type == "cpu":
+            require_unpadded_experts(self._model)
 
     def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
         return piece if self._fp8 is None else self._fp8.convert_piece(piece, self.device)
@@ -203,11 +205,8 @@ def _shard(entry: TensorEntry, served: torch.Tensor, replicas: int) -> Piece:
     return Piece(source, entry.name, view_of(served))
 
 
-def pack_experts(model: torch.nn.Module) -> None:
-    """Pack the experts of each layer for vLLM's CPU kernels; vLLM does so at the first load only.
-
-    Raises WeightSyncError if they are padded as well, so that no later version fits into them.
-    """
+def packed_experts(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the layers of experts whose weights vLLM's CPU kernels pack, and the kernels."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:
@@ -216,17 +215,24 @@ def pack_experts(model: torch.nn.Module) -> None:
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
-        if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
-            continue
-        if (
-            experts._padded_intermediate_size(experts.moe_config)
-            != experts.moe_config.intermediate_size_per_partition
-        ):
+        if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
+            yield layer, experts
+
+
+def require_unpadded_experts(model: torch.nn.Module) -> None:
+    """Raises WeightSyncError if vLLM has padded experts at its start, so that no version fits into them."""
+    for _, experts in packed_experts(model):
+        width = experts.moe_config.intermediate_size_per_partition
+        if experts._padded_intermediate_size(experts.moe_config) != width:
             raise WeightSyncError(
-                f"experts of width {experts.moe_config.intermediate_size_per_partition} cannot be updated "
-                "on a CPU; "
+                f"experts of width {width} cannot be updated on a CPU; "
                 f"it must be a multiple of {experts._intermediate_alignment()}"
             )
+
+
+def pack_experts(model: torch.nn.Module) -> None:
+    """Pack the experts of each layer for vLLM's CPU kernels; vLLM does so at the first load only."""
+    for layer, experts in packed_experts(model):
         for weight in (layer.w13_weight, layer.w2_weight):
             weight.data.copy_(vllm_ops.cpu_prepack_moe_weight(weight.data, experts.isa))
 
