@@ -69,14 +69,30 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 """One group of heads, so that all ranks have the same B and C."""
 GROUPED = {
     **{"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2},
     "time_step_min": 1e-9,  # transformers has a lower limit on a CPU, and vLLM has none
+}
+OF_MIXER = {
+    "layers_block_type": ["moe", "mamba", "attention"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_latent_size": 64,
+}
+EYES = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "out_hidden_size": 128,
+    "num_position_embeddings": 16,
 }
 Sizes = dict[str, Any]
 CONFIGS: dict[str, Callable[[Sizes], Any]] = {
@@ -108,6 +124,14 @@ CONFIGS: dict[str, Callable[[Sizes], Any]] = {
     ),
     "qwen3.5": lambda sizes: transformers.Qwen3_5TextConfig(
         **sizes, **WIDE_HEADS, **LINEAR, tie_word_embeddings=False
+    ),
+    "qwen3.5-moe": lambda sizes: transformers.Qwen3_5MoeConfig(
+        text_config={
+            **{**sizes, **WIDE_HEADS, **EXPERTS, **LINEAR},
+            "shared_expert_intermediate_size": 64,
+        },
+        vision_config=EYES,
+        tie_word_embeddings=False,
     ),
     "llama4": lambda sizes: transformers.Llama4TextConfig(
         **sizes,
@@ -142,8 +166,16 @@ CONFIGS: dict[str, Callable[[Sizes], Any]] = {
         layers_block_type=["mamba", "attention", "mlp"],
         tie_word_embeddings=False,
     ),
+    "nemotron-h-moe": lambda sizes: transformers.NemotronHConfig(
+        **{name: size for name, size in sizes.items() if name != "num_hidden_layers"},
+        **WIDE_HEADS,
+        **GROUPED,
+        **OF_MIXER,
+        tie_word_embeddings=False,
+    ),
+    # The CPU kernel of experts has a width of 32 or more on each of two ranks.
     "granite-moe": lambda sizes: transformers.GraniteMoeConfig(
-        **sizes, **FEW_EXPERTS, tie_word_embeddings=False
+        **(sizes | {"intermediate_size": 128}), **FEW_EXPERTS, tie_word_embeddings=False
     ),
     "qwen2.5-vl": lambda sizes: transformers.Qwen2_5_VLConfig(
         text_config={**sizes, "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]}},

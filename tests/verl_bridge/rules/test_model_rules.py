@@ -55,6 +55,7 @@ def test_a_model_that_the_engine_cannot_serve_is_refused(
         EXPERTS,
         {"text_config": DENSE},
         {"model_type": "mamba"},
+        DENSE | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*", "n_routed_experts": 8},
     ],
 )
 def test_a_model_that_the_engine_can_serve_is_accepted(

@@ -131,6 +131,15 @@ def test_fused_experts_are_split_as_in_verl(load: Load, name: str, dim: int, cou
     assert found == {}
 
 
+@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
+def test_experts_without_a_gate_are_split(load: Load, name: str) -> None:
+    whole, experts = torch.randn(4, 6, 8), "model.layers.0.mixer.experts"
+    part = HeldBlock(f"{experts}.{name}", (4, 6, 8), whole.dtype, (0, 0, 0), whole)
+    found = assembled([list(load(PARTS).unfused(part, "nemotron_h"))])
+    assert list(found) == [f"{experts}.{expert}.{name}.weight" for expert in range(4)]
+    assert torch.equal(torch.stack([*found.values()]), whole)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "model_type"),
     [

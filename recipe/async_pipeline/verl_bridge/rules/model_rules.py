@@ -331,6 +331,11 @@ def _check_cpu_engine(config: DictConfig, described: Mapping[str, Any]) -> None:
             f"{text['index_topk']!r}; use another model, or a GPU"
         )
 
+    if text.get("model_type") == "nemotron_h" and has_experts(text):
+        raise ConfigError(
+            f"{path} must have experts with a gate on the CPU platform, {got} model_type='nemotron_h'; use "
+            "another model, or a GPU"
+        )
     width, tp = _expert_width(text), config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if width is not None and width % (CPU_EXPERT_ALIGNMENT * max(1, tp)):
         raise ConfigError(
@@ -342,7 +347,11 @@ def _check_cpu_engine(config: DictConfig, described: Mapping[str, Any]) -> None:
 
 def has_experts(described: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a mixture of experts."""
-    return any(_text_model(described).get(name) for name in EXPERTS)
+    text = _text_model(described)
+    if text.get("model_type") == "nemotron_h":  # its files name a number of experts without any, too
+        blocks, pattern = (text.get(name) for name in ("layers_block_type", "hybrid_override_pattern"))
+        return "moe" in (blocks or ()) or "E" in (pattern or "")
+    return any(text.get(name) for name in EXPERTS)
 
 
 def has_latent_attention(described: Mapping[str, Any]) -> bool:

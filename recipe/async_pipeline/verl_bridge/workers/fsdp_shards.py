@@ -27,7 +27,14 @@ from ...weight_sync.memory.arena import HeldBlock
 from ...weight_sync.proof.ranks import T
 from .shards import Assembled, Held
 
-_FUSED_GATE_UP, _FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+FUSED_EXPERTS: Mapping[str, Sequence[str]] = {
+    ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    ".mlp.experts.down_proj": ("down_proj",),
+    # Of Nemotron-H, whose experts have no gate.
+    ".mixer.experts.up_proj": ("up_proj",),
+    ".mixer.experts.down_proj": ("down_proj",),
+}
+"""Names that end tensors with all experts of a layer, and the matrices that each has of an expert."""
 _OF_MIXTRAL = (
     (".mlp.", ".block_sparse_moe."),
     (".gate_proj.", ".w1."),
@@ -179,17 +186,14 @@ def unfused(part: HeldBlock, model_type: str) -> Iterator[HeldBlock]:
     """Split fused experts: transformers keeps a layer's experts in one tensor, engines load each by
     itself.
 
-    The names are the ones that verl's `unfuse_moe_params` gives.
+    The names are the ones that verl's `unfuse_moe_params` gives, which leaves Nemotron-H's fused.
     """
-    fused = (
-        part.name.endswith((_FUSED_GATE_UP, _FUSED_DOWN)) and len(part.shape) == 3 and model_type != "gpt_oss"
-    )
-    if not fused:
+    names = next((of for end, of in FUSED_EXPERTS.items() if part.name.endswith(end)), ())
+    if not names or len(part.shape) != 3 or model_type == "gpt_oss":
         yield part
         return
-    base, _, kind = part.name.rpartition(".")
+    base = part.name.rpartition(".")[0]
     experts, rows, columns = part.shape
-    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     height = rows // len(names)
     for expert in range(experts):
         for index, name in enumerate(names):

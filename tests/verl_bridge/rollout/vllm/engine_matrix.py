@@ -39,6 +39,8 @@ from tests.fakes.checkpoints import SIZES, make, train
 EXTENSION = "tests.verl_bridge.rollout.vllm.engine_matrix.SabotagedWorker"
 SWAP = "ASYNC_PIPELINE_TEST_SWAP"
 """Names a file. While it exists, the last rank's loader swaps the two tensors that it names."""
+LINEAR = ("qwen3-next", "qwen3.5")
+"""Models for which vLLM's CPU kernels require bfloat16, and their state in float32."""
 PROMPT = [20, 21, 11, 22, 23, 29]
 TOKENS = 12
 
@@ -68,10 +70,12 @@ class Cell:
     def __init__(self, name: str, size: int, folder: Path) -> None:
         self._swap = folder / "swap.json"
         os.environ[SWAP] = str(self._swap)
-        self.model = make(name, folder / "model")
+        dtype = torch.bfloat16 if name in LINEAR else torch.float32
+        self.model = make(name, folder / "model").to(dtype)
         self.llm = LLM(
             str(folder / "model"),
-            dtype="float32",
+            dtype=dtype,
+            mamba_ssm_cache_dtype="float32",
             load_format="dummy",
             enforce_eager=True,
             max_model_len=64,
@@ -82,7 +86,7 @@ class Cell:
             distributed_executor_backend="mp" if size > 1 else "uni",
             seed=0,
         )
-        self.writer = ArenaWriter(1 << 20, 1000, torch.float32)
+        self.writer = ArenaWriter(1 << 20, 1000, dtype)
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
 
     def publish(self, version: int, *, stage: bool = False, reverse: bool = False) -> dict[str, Any]:
@@ -106,21 +110,19 @@ class Cell:
         tokens = list(part.token_ids)
         return tokens, [of[token].logprob for of, token in zip(part.logprobs, tokens, strict=True)]
 
-    def transformers_says(self) -> tuple[list[int], list[float]]:
-        ids, scores = torch.tensor([PROMPT]), []
-        for _ in range(TOKENS):
-            with torch.no_grad():
-                log_probs = self.model(input_ids=ids).logits[0, -1].log_softmax(-1)
-            scores.append(float(log_probs.max()))
-            ids = torch.cat([ids, log_probs.argmax().view(1, 1)], dim=1)
-        return ids[0, len(PROMPT) :].tolist(), scores
+    def transformers_says(self, tokens: list[int]) -> tuple[list[int], list[float]]:
+        """Return the likeliest token at each place of an answer, and the log-probs of these `tokens`."""
+        with torch.no_grad():
+            logits = self.model(input_ids=torch.tensor([PROMPT + tokens])).logits
+        log_probs = logits[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
+        return log_probs.argmax(-1).tolist(), log_probs[range(TOKENS), tokens].tolist()
 
     def run(self) -> dict[str, Any]:
         versions = []
         for version in range(1, 4):
             report = self.publish(version, stage=version == 3)
             tokens, scores = self.engine_says()
-            wanted, wanted_scores = self.transformers_says()
+            wanted, wanted_scores = self.transformers_says(tokens)
             furthest = max(abs(a - b) for a, b in zip(scores, wanted_scores, strict=True))
             versions.append(report | {"tokens": tokens, "wanted": wanted, "furthest": furthest})
         norms = [one for one in self.model.named_parameters() if one[0].endswith("norm.weight")]

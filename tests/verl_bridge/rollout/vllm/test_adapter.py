@@ -26,17 +26,22 @@ MODELS = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
 Cell = tuple[str, int]
 """A model, and its number of ranks."""
 Reports = Callable[[Cell], dict[str, Any]]
+LINEAR = ("qwen3-next", "qwen3.5")
+"""Models that vLLM's CPU kernels compute in bfloat16."""
 REORDERED = ("gpt-neox", "granite-hybrid", "falcon-h1", "nemotron-h", "llama4")
 """Models whose loaders do more than copy, so that no version is staged; see `test_declared_layers.py`."""
 CELLS: tuple[Cell, ...] = (("phi3-fused", 1), ("qwen3-moe", 2))
 """Weights that are joined in the checkpoint, experts, one rank and two. Whole jobs serve tied embeddings."""
 SLOW_CELLS: tuple[Cell, ...] = (
     *((model, ranks) for ranks in (1, 2) for model in MODELS if (model, ranks) not in CELLS),
-    *((model, 1) for model in ("granite-moe", *REORDERED)),
+    *((model, ranks) for ranks in (1, 2) for model in ("granite-moe", "qwen3.5")),
+    *((model, 1) for model in ("qwen3-next", *REORDERED)),
 )
 """`test_layout.py` loads these models rank by rank, without an engine."""
-CLOSE = 1e-4
-"""Largest difference of two log-probs that float32 sums in another order give."""
+CLOSE, CLOSE_IN_BF16 = 1e-4, 0.5
+"""Largest difference of two log-probs that sums in another order give. In bfloat16, another token or expert
+may win a near tie.
+"""
 
 
 @cache
@@ -99,9 +104,10 @@ def test_three_versions_are_proved_and_computed_with(cell: Cell, report_of: Repo
     """Through the loader, by repeated copies, and staged during generation if the loader only copies."""
     versions = report_of(cell)["versions"]
     for report in versions:
-        assert report["proved"] == [report["published"]] * cell[1]
-        assert report["tokens"] == report["wanted"]
-        assert report["furthest"] < CLOSE
+        # The second rank may have no sampled element of a tensor with few elements.
+        assert report["proved"][0] == report["published"] <= min(report["proved"]) + cell[1] - 1
+        assert report["furthest"] < (CLOSE_IN_BF16 if cell[0] in LINEAR else CLOSE)
+        assert report["tokens"] == report["wanted"] or cell[0] in LINEAR
     assert [report["staged"] for report in versions] == [None, None, cell[0] not in REORDERED]
     assert len({tuple(report["tokens"]) for report in versions}) > 1, "the versions differ"
 

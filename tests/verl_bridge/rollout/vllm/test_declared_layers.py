@@ -23,18 +23,22 @@ pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("default")]
 FAMILIES = (
     "qwen3-next",
     "qwen3.5",
+    "qwen3.5-moe",
     "llama4",
     "gpt-neox",
     "falcon-h1",
     "granite-hybrid",
     "nemotron-h",
+    "nemotron-h-moe",
     "granite-moe",
 )
 OTHERWISE = {"0.24": ("qwen3.5", "falcon-h1"), "0.32": ("gpt-neox", "granite-hybrid")}
 """Families that other releases of vLLM serve by other classes, or of whose names they have no table."""
-STAGED = {"qwen3-next", "qwen3.5", "granite-moe"}
+STAGED = {"qwen3-next", "qwen3.5", "qwen3.5-moe", "granite-moe"}
 """Families whose loaders only copy, so that versions can be staged during generation."""
 LAYER = "model.layers.0"
+UNGATED = f"{LAYER}.mixer.experts"
+GATED = "model.language_model.layers.0.mlp.experts"
 
 
 class Families(PublishedModels):
@@ -100,6 +104,13 @@ def changed(rank: Any, names: Iterable[str], orders: dict[str, tuple[int, torch.
         ("falcon-h1", f"{LAYER}.mamba.D", f"{LAYER}.mamba.dt_bias"),
         ("granite-hybrid", f"{LAYER}.mamba.A_log", f"{LAYER}.mamba.D"),
         ("nemotron-h", f"{LAYER}.mixer.A_log", f"{LAYER}.mixer.dt_bias"),
+        ("nemotron-h-moe", f"{UNGATED}.0.up_proj.weight", f"{UNGATED}.1.up_proj.weight"),
+        ("nemotron-h-moe", f"{UNGATED}.2.down_proj.weight", f"{UNGATED}.3.down_proj.weight"),
+        ("qwen3.5", f"{LAYER}.linear_attn.A_log", f"{LAYER}.linear_attn.dt_bias"),
+        ("qwen3.5", f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight"),
+        ("qwen3.5-moe", f"{GATED}.0.gate_proj.weight", f"{GATED}.0.up_proj.weight"),
+        ("qwen3.5-moe", f"{GATED}.2.down_proj.weight", f"{GATED}.3.down_proj.weight"),
+        ("qwen3.5-moe", "model.visual.blocks.0.attn.qkv.weight", "model.visual.blocks.1.attn.qkv.weight"),
     ],
 )
 def test_swapped_tensors_are_named_though_no_sample_has_them(
@@ -119,7 +130,7 @@ def exchanged(*blocks: int) -> torch.Tensor:
     return torch.cat([second, first, *rest])
 
 
-CONV = exchanged(64, 64, 128)
+CONV = exchanged(256, 256, 512)
 """Queries and keys of a convolution, then values."""
 
 
@@ -129,16 +140,18 @@ CONV = exchanged(64, 64, 128)
     [
         ("qwen3-next", "linear_attn.conv1d.weight", 0, CONV),
         ("qwen3.5", "linear_attn.conv1d.weight", 0, CONV),
+        ("qwen3.5-moe", "linear_attn.conv1d.weight", 0, CONV),
         ("falcon-h1", "mamba.conv1d.weight", 0, exchanged(256, 16, 16)),
         ("falcon-h1", "mamba.in_proj.weight", 0, exchanged(256, 256, 16, 16, 8)),
         ("nemotron-h", "mixer.in_proj.weight", 0, exchanged(256, 256, 32, 32, 8)),
+        ("nemotron-h-moe", "mixer.experts.0.up_proj.weight", 0, exchanged(32, 32)),
         ("llama4", "self_attn.q_proj.weight", 0, torch.arange(128).view(-1, 2).flip(1).flatten()),
         ("llama4", "self_attn.k_proj.weight", 0, torch.arange(64).view(2, 16, 2).transpose(1, 2).flatten()),
         ("llama4", "feed_forward.experts.gate_up_proj", 2, exchanged(96, 96)),
         ("llama4", "feed_forward.experts.down_proj", 0, exchanged(1, 1, 2)),
         ("gpt-neox", "attention.query_key_value.weight", 0, exchanged(32, 32, 320)),
         ("gpt-neox", "attention.query_key_value.bias", 0, exchanged(96, 96, 192)),
-        ("granite-moe", "block_sparse_moe.input_linear.weight", 1, exchanged(96, 96)),
+        ("granite-moe", "block_sparse_moe.input_linear.weight", 1, exchanged(128, 128)),
         ("granite-moe", "block_sparse_moe.input_linear.weight", 0, exchanged(1, 1, 2)),
         ("granite-moe", "block_sparse_moe.output_linear.weight", 0, exchanged(1, 1, 2)),
         ("granite-hybrid", "block_sparse_moe.input_linear.weight", 1, exchanged(96, 96)),
