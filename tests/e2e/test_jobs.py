@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from recipe.async_pipeline.agents.episodes import FAILED_EPISODE
-from recipe.async_pipeline.core.groups.bad_data import KINDS
+from recipe.async_pipeline.core.groups.bad_data import KINDS, UNUSABLE_PROMPT
+from recipe.async_pipeline.lab.tasks.data import write_rows
+from recipe.async_pipeline.lab.tasks.look_task.look import Look, look_rows
 from tests.e2e.conftest import StartNodes
-from tests.e2e.job import ROOT, STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
+from tests.e2e.job import LOOK, ROOT, STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
 VALIDATED = "async_pipeline/validation/version"
@@ -105,6 +109,76 @@ def test_an_engine_of_another_package_publishes_whole_tensors(tied_task: Path, t
 
 
 @pytest.mark.nightly
+def test_pictures_of_every_kind_cost_their_prompts_at_most(look_task: Path, tmp_path: Path) -> None:
+    """Several sizes, none and two in a prompt are trained, by two ranks of which one may have none; what is
+    broken, cut off, too long, too large or too much is not, and its fate says why.
+    """
+    own = "trainer.v1.async_pipeline"
+    trained = {"tall": [(4, 2)], "wide": [(2, 6)], "two": [(4, 4), (2, 2)], "none": []}
+    wrong = {
+        "broken": (["no picture"], "UnidentifiedImageError"),
+        "cut": (["cut"], "truncated"),
+        "huge": (["huge"], "DecompressionBombError"),
+        "long": (["long"], "absolute aspect ratio"),
+        "many": ([(2, 2)] * 3, "rollout.limit_images is 2"),
+        "tokens": ([(8, 8), (8, 8)], "exceeding rollout.prompt_length=24"),
+    }
+    rows = []
+    for index in range(64):
+        name = [*trained, *wrong][index % (len(trained) + len(wrong))]
+        pictures = trained[name] if name in trained else wrong[name][0]
+        shown = [Look("red", "box", (index % 4,), index, *one) for one in pictures if isinstance(one, tuple)]
+        files = [one.png() for one in shown] or [odd_picture(one) for one in pictures]
+        (row,) = look_rows([Look("red", "box", (index % 4,), index)], "train")
+        question = "<image>" * len(files) + f"{index}?"
+        row |= {
+            "prompt": [{"role": "user", "content": question}],
+            "images": [{"bytes": file, "path": None} for file in files],
+            "reward_model": {"style": "rule", "ground_truth": "1 red box"},
+        }
+        rows.append(row)
+    write_rows(rows, tmp_path / "train.parquet")
+
+    job = run_job(
+        smoke_command(
+            *LOOK,
+            "async_strategy=fully_async",
+            f"data.train_files={tmp_path / 'train.parquet'}",
+            f"data.val_files={tmp_path / 'train.parquet'}",
+            "data.max_prompt_length=24",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "+actor_rollout_ref.rollout.limit_images=2",
+            f"{own}.faults.bad_data.nonfinite_logprobs=drop",
+            "trainer.n_gpus_per_node=2",
+            "ray_kwargs.ray_init.num_gpus=3",
+            "trainer.test_freq=6",
+            "trainer.total_training_steps=6",
+            f"{own}.run_dir={tmp_path / 'run'}",
+        ),
+        tmp_path / "run",
+        look_task,
+    )
+    summary = check_clean_end(job, "fully_async", 3, 6, groups=4)
+    check_events(job)
+    found = summary["bad_data"]
+    assert found["groups"].keys() == {UNUSABLE_PROMPT}
+    whys = " ".join(one["why"] for one in found["quarantined"])
+    assert [name for name, (_, why) in wrong.items() if why not in whys] == []
+    assert found["prompts_quarantined"] == summary["groups_failed"] > len(wrong)
+    assert VALIDATED in job.metrics()[-1]["data"]
+
+
+def odd_picture(kind: str) -> bytes:
+    """Return the file of a picture that cannot be shown to a model."""
+    sizes = {"huge": (14_000, 14_000), "long": (3_000, 10)}
+    file = io.BytesIO()
+    Image.new("1", sizes.get(kind, (64, 64))).save(file, "PNG")
+    whole = file.getvalue()
+    return {"cut": whole[:60], "no picture": b"no picture"}.get(kind, whole)
+
+
+@pytest.mark.nightly
 def test_bad_data_of_every_kind_costs_its_groups_only(tied_task: Path, tmp_path: Path) -> None:
     """It is answered again, given up, and put down to who wrote it; the others train on."""
     own = "trainer.v1.async_pipeline"
@@ -128,7 +202,7 @@ def test_bad_data_of_every_kind_costs_its_groups_only(tied_task: Path, tmp_path:
     summary = check_clean_end(job, "fully_async", 3, 6)
     check_events(job)
     found = summary["bad_data"]
-    assert found["groups"].keys() == set(KINDS) - {FAILED_EPISODE}, "no episodes are played here"
+    assert found["groups"].keys() == set(KINDS) - {FAILED_EPISODE, UNUSABLE_PROMPT}, "nothing fails here"
     assert found["prompts_quarantined"] == len(found["quarantined"]) == summary["groups_failed"]
     assert summary["groups_regenerated"] > 0
     assert all(writer.startswith("replica 0 with version ") for writer in found["writers"])

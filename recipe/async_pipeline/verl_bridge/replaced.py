@@ -241,13 +241,29 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             remove_when="verl's worker has a method that stores a session",
         ),
     ),
-    "long prompts": (
+    "unusable prompts": (
         Replacement(
             "verl.experimental.agent_loop.agent_loop",
             "AgentLoopBase._cap_text_prompt_length",
-            "refuse",
+            "refuse_long",
             why="verl cuts the beginning of a prompt that is too long, which holds the instructions",
             remove_when="verl has a setting that refuses such prompts",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.experimental.agent_loop.agent_loop",
+            "AgentLoopBase.process_multi_modal_info",
+            "refuse_pictures",
+            why="a picture that is broken, missing or too long would be read again for each attempt",
+            remove_when="verl tells a prompt that cannot be read from an agent that failed",
+            wraps=True,
+        ),
+        Replacement(
+            "verl.experimental.agent_loop.agent_loop",
+            "AgentLoopBase.ct_build_initial_tokens",
+            "refuse",
+            why="as `AgentLoopBase.process_multi_modal_info`: so would one with too many tokens",
+            remove_when="verl tells a prompt that cannot be read from an agent that failed",
             wraps=True,
         ),
     ),

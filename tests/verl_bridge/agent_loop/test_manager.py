@@ -151,6 +151,22 @@ async def test_a_group_is_repeated_if_its_connection_is_lost(module: ModuleType)
     assert caller.calls == [("run_group", PROMPT, 3)] * 2
 
 
+async def test_a_row_with_pictures_is_a_separate_argument(module: ModuleType) -> None:
+    """Ray resolves references only there, and counts them only in its own calls."""
+    calls: list[Any] = []
+
+    class Caller:
+        async def call(self, *call: Any) -> Any:
+            calls.append(call)
+            return answered("t")
+
+    reference = module.ray.ObjectRef(bytes(28), skip_adding_local_ref=True)
+    with mock.patch.object(module, "DirectCaller", lambda worker: Caller()):
+        manager = manager_of(module, Worker(lambda answer: None))
+    await manager.run_group({**PROMPT, module.STORED: reference}, Recall(), 3)
+    assert calls == [("run_group", PROMPT, 3, reference)]
+
+
 def test_workers_answer_control_calls_while_all_groups_are_open(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from types import ModuleType, SimpleNamespace
@@ -17,7 +18,7 @@ from ray.exceptions import RayTaskError
 from recipe.async_pipeline.core.groups.bad_data import Flaw, Policies
 from recipe.async_pipeline.core.groups.scores import Score
 from recipe.async_pipeline.core.lag.token_spans import spans_of
-from recipe.async_pipeline.errors import RewardError
+from recipe.async_pipeline.errors import BadDataError, RewardError
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import ResponseTurn
 from tests.conftest import Load
 
@@ -100,6 +101,60 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_where_training_asks_for_it(
         assert refusing(loop, [1, 2]) == [1, 2]
         got = refusing(loop, list(range(10)))
     assert got == left
+    assert [flaw.kind for flaw in flaws] == ["long_prompt"]
+
+
+class Seeing:
+    """An agent loop of a model that takes pictures, at most two in a prompt."""
+
+    processor = object()
+    rollout_config: Mapping[str, Any] = {"limit_images": 2}
+
+
+async def read(loop: Any, pictures: Any) -> Any:
+    if not isinstance(pictures, list):
+        raise OSError(f"{pictures} is\ntruncated")
+    return {"images": pictures or None}
+
+
+@pytest.mark.parametrize(
+    ("pictures", "why"),
+    [
+        ("a.png", "OSError: a.png is truncated"),
+        ([1, 2, 3], "BadDataError: it has 3 pictures, and rollout.limit_images is 2"),
+    ],
+)
+async def test_pictures_that_the_model_cannot_be_shown_are_a_flaw_of_the_prompt(
+    checks_module: ModuleType, pictures: Any, why: str
+) -> None:
+    """And no failure of the episode, which would be repeated."""
+    refusing, flaws = checks(checks_module).refusing_pictures(read), list[Flaw]()
+    with checks_module.found_flaws(flaws):
+        assert await refusing(Seeing(), []) == {"images": None}
+        assert await refusing(Seeing(), [1, 2]) == {"images": [1, 2]}
+        assert flaws == []
+        await refusing(Seeing(), pictures)
+    assert flaws == [Flaw("unusable_prompt", f"the prompt cannot be shown to the model: {why}")]
+    with pytest.raises((OSError, BadDataError)):
+        await refusing(Seeing(), pictures)  # in validation
+
+
+async def test_a_model_of_text_keeps_its_errors(checks_module: ModuleType) -> None:
+    refusing, flaws = checks(checks_module).refusing_unusable_prompts(read), list[Flaw]()
+    with pytest.raises(OSError, match="truncated"), checks_module.found_flaws(flaws):
+        await refusing(SimpleNamespace(processor=None), "a template")
+    assert flaws == []
+
+
+async def test_a_prompt_that_is_too_long_stays_one(checks_module: ModuleType) -> None:
+    async def build(loop: Any, tokens: list[int]) -> list[int]:
+        made: list[int] = cut(loop, tokens)
+        return made
+
+    every = checks(checks_module)
+    cut, flaws = every.refusing_long_prompts(lambda loop, tokens: tokens), list[Flaw]()
+    with checks_module.found_flaws(flaws):
+        await every.refusing_unusable_prompts(build)(Seeing(), [1] * 9)
     assert [flaw.kind for flaw in flaws] == ["long_prompt"]
 
 

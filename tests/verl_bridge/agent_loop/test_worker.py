@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
@@ -266,6 +267,32 @@ async def test_a_group_is_answered_from_a_checkpoint(
     assert put["tags"] == [one.payload for one in group.trajectories]
     assert [(tag["response_len"], tag["max_global_steps"]) for tag in put["tags"]] == [(3, 2)] * 2
     assert group.counts == {"replayed_requests": 2}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_pictures_are_opened_once_for_a_group_or_are_its_flaw(
+    load: Load, worker_of: WorkerOf, store: Store, response: Callable[..., Any], broken: bool
+) -> None:
+    image, file = load("PIL.Image"), io.BytesIO()
+    image.new("RGB", (64, 64), "red").save(file, "PNG")
+    data = file.getvalue()[: 60 if broken else None]
+    content = [{"type": "image", "bytes": data, "path": None}, {"type": "text", "text": "what?"}]
+    seen: list[Any] = []
+
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
+        seen.append(row["raw_prompt"][0]["content"][0]["image"])
+        return response()
+
+    row = {**PROMPT, "raw_prompt": [{"role": "user", "content": content}]}
+    own = {name: row.pop(name) for name in ("uid", "global_steps")}
+    group, facts = await worker_of(play).run_group(own, 1, row)
+    if broken:
+        (flaw,) = facts.flaws
+        assert flaw.kind == "unusable_prompt" and "truncated" in flaw.why
+        assert (group.trajectories, seen, store.keys) == ((), [], [])
+    else:
+        assert facts.flaws == []
+        assert len(seen) == 2 and seen[0] is seen[1] and seen[0].getpixel((0, 0)) == (255, 0, 0)
 
 
 async def test_a_value_that_a_checkpoint_cannot_hold_is_stored_as_its_text(

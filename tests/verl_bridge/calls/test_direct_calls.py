@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import ObjectRef
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 
 from recipe.async_pipeline.agents.processes.commands import run_command
@@ -127,6 +128,17 @@ def test_a_call_returns_the_result() -> None:
         many = [caller.call("echo", number, key="x" * 100_000) for number in range(20)]
         assert await asyncio.gather(*many) == [((n,), {"key": "x" * 100_000}) for n in range(20)]
         assert not handle.through_ray
+
+    with_actor(story)
+
+
+def test_a_call_with_a_reference_goes_through_ray() -> None:
+    """A reference that is sent over a socket keeps its object for as long as its owner lives."""
+
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        reference = ObjectRef(bytes(28), skip_adding_local_ref=True)
+        assert await caller.call("echo", 1, reference) == ((1, reference), {})
+        assert handle.through_ray == ["echo"]
 
     with_actor(story)
 

@@ -24,6 +24,8 @@ NO_SCORE = "no_score"
 """The kind whose policy is a knob of the reward, `reward.failure`."""
 OF_SCORES = {"fail": "fail", "drop": "drop", "score": "keep"}
 """Values of `reward.failure` as policies."""
+UNUSABLE_PROMPT = "unusable_prompt"
+"""The kind of a prompt that cannot be read from the data, or whose pictures cannot be shown to the model."""
 HOPELESS = ("long_prompt",)
 """Kinds that another attempt would only repeat."""
 MANY_DROPPED = 64
@@ -49,6 +51,8 @@ class Policies:
     """The response mask of every response is 0, as where all are too long: only a KL term learns from it."""
     long_prompt: Literal["drop", "fail", "keep"] = "drop"
     """The prompt has more tokens than data.max_prompt_length. keep: verl cuts off its beginning."""
+    unusable_prompt: Literal["drop", "fail"] = "drop"
+    """A row is no prompt, or its pictures are broken, missing, too many or too large."""
     missing_answers: Literal["drop", "fail"] = "drop"
     """The agent loop returned nothing for a response, so the group is smaller than rollout.n."""
     failed_episode: Literal["drop", "fail"] = "drop"

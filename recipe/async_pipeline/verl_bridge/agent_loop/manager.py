@@ -23,6 +23,7 @@ from ..calls.restartable_actors import restartable
 from ..launch.run_config import open_requests_of
 from ..store.sample_store import WriteShard
 from .episodes.validation import Validated, merged
+from .prompt_pictures import STORED
 from .responses import Answered
 from .worker import GIVE_UP_S, PushAgentLoopWorker
 
@@ -143,7 +144,10 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
 async def _answered(caller: DirectCaller, prompt: Mapping[str, Any], admitted: int) -> Answered:
     while True:
         try:
-            answered: Answered = await caller.call("run_group", prompt, admitted)
+            # As a separate argument, which Ray resolves.
+            stored = [prompt[STORED]] if STORED in prompt else []
+            own = {name: value for name, value in prompt.items() if name != STORED}
+            answered: Answered = await caller.call("run_group", own, admitted, *stored)
             return answered
         except ConnectionLost:
             # The next call goes through Ray, which waits for the worker's restart or raises.

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from ...core.groups.bad_data import Flaw, flaws_of, flaws_of_group, long_prompt
+from ...core.groups.bad_data import UNUSABLE_PROMPT, Flaw, flaws_of, flaws_of_group, long_prompt
 from ...core.groups.scores import Score, ScoreRule, unscored
 from ...errors import BadDataError
 from ...redaction import without_secrets
@@ -19,8 +19,8 @@ from .responses import reward_info_of
 from .tokens.version_spans import ResponseTurn, writer_of
 
 
-class LongPrompt(BadDataError):
-    """Ends the agent loop of a prompt that is too long."""
+class UnusablePrompt(BadDataError):
+    """Ends the agent loop of a prompt that is too long, or cannot be shown to the model."""
 
 
 @contextmanager
@@ -28,10 +28,11 @@ def found_flaws(into: list[Flaw]) -> Iterator[None]:
     """Collect the flaws that are noted inside, by this task and its child tasks. For training, not for
     validation.
     """
-    with episode_with(flaws=into), suppress(LongPrompt):
+    with episode_with(flaws=into), suppress(UnusablePrompt):
         yield
 
 
+Prepare = Callable[..., Awaitable[Any]]
 CutPrompt = Callable[[Any, list[int]], list[int]]
 
 
@@ -53,10 +54,41 @@ class Checks:
             if flaws is not None and len(prompt_ids) > self._prompt_limit:
                 flaws.append(long_prompt(len(prompt_ids), self._prompt_limit))
                 if not self.usable(flaws):
-                    raise LongPrompt(str(flaws[-1]))
+                    raise UnusablePrompt(str(flaws[-1]))
             return cut(loop, prompt_ids)
 
         return refuse_or_cut
+
+    def refusing_unusable_prompts(self, prepare: Prepare) -> Prepare:
+        """Return a method of verl's agent loops that reads or tokenizes a prompt, but note its errors as a
+        flaw of the prompt where a model takes pictures: another attempt at the episode would repeat them.
+
+        Validation repeats the episode as if its agent had failed.
+        """
+
+        async def prepare_or_refuse(loop: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await prepare(loop, *args, **kwargs)
+            except Exception as error:
+                flaws = current_episode().flaws
+                if flaws is None or loop.processor is None or isinstance(error, UnusablePrompt):
+                    raise
+                flaws.append(unusable_prompt(error))
+                raise UnusablePrompt(str(flaws[-1])) from error
+
+        return prepare_or_refuse
+
+    def refusing_pictures(self, read: Prepare) -> Prepare:
+        """Return verl's `process_multi_modal_info`; more pictures than the engine takes are an error, too."""
+
+        async def read_and_count(loop: Any, messages: Any) -> Any:
+            found = await read(loop, messages)
+            pictures, limit = len(found.get("images") or ()), loop.rollout_config.get("limit_images")
+            if limit and pictures > limit:
+                raise BadDataError(f"it has {pictures} pictures, and rollout.limit_images is {limit}")
+            return found
+
+        return self.refusing_unusable_prompts(read_and_count)
 
     def usable(self, flaws: Sequence[Flaw]) -> bool:
         """Return whether a group with these flaws is to be trained."""
@@ -80,6 +112,11 @@ class Checks:
         )
         flaws += found
         return self.usable(found)
+
+
+def unusable_prompt(error: Exception) -> Flaw:
+    why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return Flaw(UNUSABLE_PROMPT, f"the prompt cannot be shown to the model: {why}"[:300])
 
 
 def flaws_together(

@@ -41,6 +41,7 @@ from .episodes.episode import (
 from .episodes.episode_attempts import Episodes
 from .episodes.redundancy import Begun, first_sound
 from .episodes.validation import OpenPrompts, Validated, failed_response
+from .prompt_pictures import opened
 from .responses import (
     Answered,
     GroupInProgress,
@@ -49,7 +50,7 @@ from .responses import (
     finished_group,
     trajectory_of,
 )
-from .sample_checks import Checks, Scores, flaws_together, found_flaws
+from .sample_checks import Checks, Scores, flaws_together, found_flaws, unusable_prompt
 from .sessions import agent_session_loop
 from .tokens import partial_rollouts
 from .tokens.partial_rollouts import (
@@ -87,7 +88,12 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         knobs = knobs_of(self.config)
         policies = knobs.faults.bad_data.by_kind(knobs.reward.failure)
         self._checks = Checks(policies, self.rollout_config.prompt_length)
-        replaced.apply("long prompts", refuse=self._checks.refusing_long_prompts)
+        replaced.apply(
+            "unusable prompts",
+            refuse_long=self._checks.refusing_long_prompts,
+            refuse_pictures=self._checks.refusing_pictures,
+            refuse=self._checks.refusing_unusable_prompts,
+        )
         agentic = knobs.agentic
         rules = EpisodeRules.of(agentic.attempts, agentic.ends)
         self._episodes = Episodes(rules, agentic.episode_timeout_s, agentic.failure_reward)
@@ -116,8 +122,12 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """Generate, score and store responses to a batch of verl's; returns when all prompts have ended."""
         return await self._validated.until_ended(batch["uid"], self.generate_sequences(batch))
 
-    async def run_group(self, prompt: dict[str, Any], admitted: int | None = None) -> Answered:
+    async def run_group(
+        self, prompt: dict[str, Any], admitted: int | None = None, stored: dict[str, Any] | None = None
+    ) -> Answered:
         """Generate and score n responses to one prompt, on replicas that serve at least version `admitted`.
+
+        `stored`: the row of a prompt with pictures, to which the caller has a reference.
 
         Raises what the rollout server or the reward function raised. An episode whose agent loop fails is
         repeated; see `episode_attempts`.
@@ -129,6 +139,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         group = self._groups[uid] = GroupInProgress(before=self._resumed.pop(uid, ()))
         # As verl's `generate_sequences` does for a batch of prompts, whose columns take longer to separate
         # than all of this.
+        prompt = {**(stored or {}), **prompt}
         row = {"agent_name": self.rollout_config.agent.default_agent_loop, **prompt}
         number = {"step": prompt["global_steps"], "sample_index": prompt["index"], "rollout_n": 0}
         task = asyncio.create_task(
@@ -212,6 +223,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         group = self._groups.get(prompt["uid"])
         if group is None:  # verl begins the prompts of validation
             with self._validated.answering(prompt["uid"]):
+                prompt = await opened(prompt)
                 await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         if group.is_given_up:
@@ -236,6 +248,10 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         trace: bool,
     ) -> Answered:
         """Generate the responses of a group, and store them if it is to be trained."""
+        try:
+            prompt = await opened(prompt)
+        except Exception as error:  # noqa: BLE001 - of Pillow, which raises many
+            return finished_group(prompt, [], [unusable_prompt(error)], [], [])
         n = prompt.pop("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):

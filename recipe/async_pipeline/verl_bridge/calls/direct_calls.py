@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ray import ObjectRef
 from ray.exceptions import RayTaskError, TaskCancelledError
 
 from ...core.waits.deadline import within
@@ -240,8 +241,10 @@ class DirectCaller:
         """Return the result of `handle.method.remote(...)`.
 
         Raises the errors that Ray would raise, and ConnectionLost; the next calls then go through Ray, which
-        knows whether the actor is dead.
+        knows whether the actor is dead. So do calls with references, which Ray counts and resolves.
         """
+        if any(isinstance(one, ObjectRef) for one in args):
+            return await getattr(self._handle, method).remote(*args, **kwargs)
         connection = self._connection
         if connection is None or not connection.is_open:
             connection = await self._connected()

@@ -21,6 +21,7 @@ from ..agent_loop.tokens import template_check
 from ..process.plugin_state import require_loaded
 from ..store.sample_store import count_cores_once
 from ..weights import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
+from .batches.data_rows import keep_readable
 from .batches.prompt_source import PromptSource, require_a_batch
 from .batches.validation_buffer import ValidationBuffer
 from .pipeline_run import PipelineRun
@@ -66,6 +67,8 @@ class VerlTrainer(PPOTrainer):
         finally:
             self.trainer_mode = mode
         require_a_batch(len(self.train_dataset), self.config.data)
+        keep_readable(self.train_dataset, training=True)
+        keep_readable(self.val_dataset, training=False)
         self.pipeline.prompts = PromptSource(self._next_train_batch, self.train_dataloader)
         template_check.warn(self.config, self.tokenizer, say)
 

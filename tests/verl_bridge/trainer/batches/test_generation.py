@@ -11,17 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipe.async_pipeline.core.groups.bad_data import BadData, Policies
 from recipe.async_pipeline.core.groups.items import Group, Prompt, Trajectory
 from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.core.lag.token_spans import spans_of
-from recipe.async_pipeline.errors import RolloutError
+from recipe.async_pipeline.errors import BadDataError, RolloutError
 from tests import HANG_S
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 
 
-def generated(module: ModuleType, load: Load, metric: str, *infos: dict[str, Any]) -> tuple[Any, Group]:
+def generated(
+    module: ModuleType,
+    load: Load,
+    metric: str,
+    *infos: dict[str, Any],
+    payload: Any = None,
+    bad_data: Any = None,
+) -> tuple[Any, Group]:
     """Return a Generation that filters by `metric`, and its group of responses with these values."""
     answers = load("recipe.async_pipeline.verl_bridge.agent_loop.responses")
     trajectories = (
@@ -40,7 +48,7 @@ def generated(module: ModuleType, load: Load, metric: str, *infos: dict[str, Any
         calls=SimpleNamespace(timeout_s=HANG_S),
         stages=None,
         meters=quiet,
-        bad_data=SimpleNamespace(refuse=lambda identity: None, judge=lambda *args: None),
+        bad_data=bad_data or SimpleNamespace(refuse=lambda identity: None, judge=lambda *args: None),
         knobs=None,
         temperature=1.0,
         filter_metric=metric,
@@ -51,7 +59,7 @@ def generated(module: ModuleType, load: Load, metric: str, *infos: dict[str, Any
     )
 
     async def main() -> Group:
-        prompt = Prompt(uid="u", step=1, payload={"raw_prompt": "1+1="})
+        prompt = Prompt(uid="u", step=1, payload=payload or {"raw_prompt": "1+1="})
         group: Group | None = await made.generate(prompt, Recall())
         assert group is not None
         return group
@@ -85,6 +93,18 @@ def test_a_filter_without_a_number_is_one_line(
 def test_a_response_without_a_score_is_filtered_by_its_default(module: ModuleType, load: Load) -> None:
     _, group = generated(module, load, "acc", {"unscored": "timeout: x"}, {"acc": 0.5, "unscored": ""})
     assert [one.filter_by for one in group.trajectories] == [-1.0, 0.5]
+
+
+def test_a_row_that_is_no_prompt_costs_its_group_alone(module: ModuleType, load: Load) -> None:
+    bad_data = BadData(Policies().by_kind("fail"), attempts=1)
+    _, group = generated(module, load, "acc", {}, payload={module.FLAW: "row 7: broken"}, bad_data=bad_data)
+    assert group == Group(uid="u", step=1, trajectories=(), flaw="unusable_prompt: row 7: broken", payload=())
+    assert bad_data.summary()["quarantined"] == [{"uid": "u", "why": group.flaw}]
+    strict = BadData(Policies(unusable_prompt="fail").by_kind("fail"), attempts=1)
+    with pytest.raises(
+        BadDataError, match="group u is bad: unusable_prompt: row 7: broken; set faults.bad_data"
+    ):
+        generated(module, load, "acc", payload={module.FLAW: "row 7: broken"}, bad_data=strict)
 
 
 class Store:

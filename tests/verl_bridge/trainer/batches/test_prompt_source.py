@@ -13,7 +13,7 @@ import pytest
 
 from recipe.async_pipeline.core.groups.fates import Settlement
 from recipe.async_pipeline.core.groups.items import Prompt
-from recipe.async_pipeline.errors import BadDataError, CheckpointError, ConfigError
+from recipe.async_pipeline.errors import CheckpointError, ConfigError
 from tests.conftest import Load
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
@@ -104,24 +104,34 @@ def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int,
         assert all(p.payload["uid"] == p.uid for p in resumed)
 
 
-class Broken(list[Any]):
-    """A data set of which one row cannot be read."""
-
-    def __getitem__(self, row: Any) -> Any:
-        return super().__getitem__(row)["prompt"]
-
-
-def test_the_row_that_cannot_be_a_prompt_is_named(load: Load) -> None:
+def with_pictures(load: Load, flawed: str) -> Any:
+    """Return a source of four prompts, of which the second has a picture and the third is none."""
     module = load("recipe.async_pipeline.verl_bridge.trainer.batches.prompt_source")
-    data = Broken([{"prompt": 1}, {"prompt": 2}, {}])
-    source = module.PromptSource(lambda: data[2], SimpleNamespace(dataset=data))
-    with pytest.raises(
-        BadDataError, match=r"row 2 of data.train_files, .* cannot be .* \(KeyError: 'prompt'\)"
-    ):
-        source.draw()
-    source = module.PromptSource(lambda: data[2], SimpleNamespace(dataset=Broken([{"prompt": 1}])))
-    with pytest.raises(KeyError):
-        source.draw()
+    rows = [row(uid=str(number), index=number) for number in range(4)]
+    content = [{"type": "image", "bytes": b"png", "path": None}, {"type": "text", "text": "what?"}]
+    rows[1]["raw_prompt"] = [{"role": "user", "content": content}]
+    rows = [{**one, module.ROW: i, module.FLAW: flawed if i == 2 else ""} for i, one in enumerate(rows)]
+    batch = {name: [one[name] for one in rows] for name in rows[0]}
+    tensordict = load("verl.utils.tensordict_utils").get_tensordict(batch)
+    loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    return module.PromptSource(lambda: tensordict, loader, put=lambda row: ("stored", row))
+
+
+def test_pictures_wait_in_the_object_store_and_a_row_without_a_prompt_has_its_reason(load: Load) -> None:
+    source = with_pictures(load, "row 2: broken")
+    text, seen, flawed, _ = deal(source, 4)
+    assert text.payload.keys() == {*row(), "global_steps"}
+    stored, whole = seen.payload.pop("__stored__")
+    assert stored == "stored" and whole["raw_prompt"][0]["content"][0]["bytes"] == b"png"
+    assert seen.payload == {"uid": "1", "global_steps": 1} and whole.keys() == text.payload.keys()
+    assert flawed.payload == {"uid": "2", "global_steps": 1, "__flaw__": "row 2: broken"}
+
+    state, loader = source.state([one.uid for one in (text, seen, flawed)], [])
+    resumed = with_pictures(load, "row 2: another error")
+    resumed.restore(written_and_read(state), loader)
+    assert [resumed.identity(uid) for uid in "012"] == [source.identity(uid) for uid in "012"]
+    with pytest.raises(CheckpointError, match="row 2 of batch 1 differs"):
+        with_pictures(load, "").restore(written_and_read(state), loader)
 
 
 def test_identities_are_computed_when_a_batch_is_drawn(

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from ....config.knobs.schema import AsyncPipelineConfig
-from ....core.groups.bad_data import BadData
+from ....core.groups.bad_data import UNUSABLE_PROMPT, BadData, Flaw
 from ....core.groups.items import Admission, Group, Prompt, PromptBatch, StepBatch, Trajectory
 from ....core.groups.recall import Recall
 from ....core.groups.scores import Score, unscored
@@ -28,6 +28,7 @@ from ...agent_loop.manager import PushAgentLoopManager
 from ...reward.batch_scoring import score_batch
 from ..calls import BlockingCalls
 from ..reporting.sample_metrics import SampleMeters
+from .data_rows import FLAW
 from .prompt_source import PromptSource
 from .verl_stages import VerlStages, own_copy
 
@@ -98,6 +99,10 @@ class Generation:
             return None
         identity = self._prompts.identity(prompt.uid)
         refused = self._bad_data.refuse(identity)
+        if refused is None and FLAW in prompt.payload:
+            refused = self._bad_data.judge(
+                prompt.uid, identity, [Flaw(UNUSABLE_PROMPT, prompt.payload[FLAW])]
+            )
         if refused is not None:
             flaw, again = refused
             return Group(

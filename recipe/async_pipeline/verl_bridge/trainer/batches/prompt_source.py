@@ -5,11 +5,12 @@ Prompts are drawn in whole batches, as verl does, and wait here until they are a
 identified by its place: the number of its batch and its row. A checkpoint contains places instead of prompts
 (which may include images) and the dataloader's state before the oldest of their batches. A resumed run draws
 the same rows again from there; a fingerprint of each row detects changed data.
+
+Rows with pictures wait in Ray's object store, and only a reference to them in this process.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,16 +18,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import ray
 import torch
 import xxhash
 from tensordict import NonTensorStack
 
 from ....core.groups.fates import Settlement
 from ....core.groups.items import Prompt
-from ....errors import BadDataError, CheckpointError, ConfigError
-
-SEARCH_S = 20.0
-"""Time in which the row is found that ended a run."""
+from ....errors import CheckpointError, ConfigError
+from ...agent_loop.prompt_pictures import STORED, has_media
+from .data_rows import FLAW, ROW
 
 
 def require_a_batch(prompts: int, data: Mapping[str, Any]) -> None:
@@ -64,19 +65,6 @@ class Drawn(NamedTuple):
     """The dataloader's state after the batch."""
 
 
-def _unreadable(dataset: Sequence[Any]) -> int | None:
-    """Return the first row that the data set cannot give, if it is found in time. Blocks."""
-    end = time.monotonic() + SEARCH_S
-    for row in range(len(dataset)):
-        try:
-            dataset[row]
-        except Exception:  # noqa: BLE001 - a data set may raise anything
-            return row
-        if time.monotonic() > end:
-            break
-    return None
-
-
 class PromptSourceState(msgspec.Struct, frozen=True, kw_only=True):
     """The state in a checkpoint, in addition to the dataloader's state after batch `before`."""
 
@@ -92,9 +80,13 @@ class PromptSourceState(msgspec.Struct, frozen=True, kw_only=True):
 class PromptSource:
     """The source of prompts. Call all methods but `draw` and `restore` on the event loop."""
 
-    def __init__(self, next_batch: Callable[[], Any], loader: Any) -> None:
-        """`loader` is a stateful dataloader; `next_batch` draws a batch from it."""
-        self._next_batch, self._loader = next_batch, loader
+    def __init__(
+        self, next_batch: Callable[[], Any], loader: Any, put: Callable[[Any], Any] = ray.put
+    ) -> None:
+        """`loader` is a stateful dataloader; `next_batch` draws a batch from it. `put` stores a row with
+        pictures, and returns its reference.
+        """
+        self._next_batch, self._loader, self._put = next_batch, loader, put
         self._drawn = 0
         self._undealt: deque[Prompt] = deque()
         self._places: dict[str, PromptPosition] = {}
@@ -114,24 +106,23 @@ class PromptSource:
         return len(self._undealt) < prompts
 
     def draw(self) -> Drawn:
-        """Draw the next batch; blocks. Only the dataloader changes until the batch is added.
-
-        Raises BadDataError for a row of which verl cannot make a prompt.
-        """
+        """Draw the next batch; blocks. Only the dataloader changes until the batch is added."""
         number = self._drawn + 1
-        try:
-            batch = self._next_batch()
-        except Exception as error:
-            if (row := _unreadable(self._loader.dataset)) is None:
-                raise
-            raise BadDataError(
-                f"row {row} of data.train_files, counted from 0 after verl's filter, cannot be made a prompt "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct it"
-            ) from error
-        rows = [{**row, "global_steps": number} for row in rows_of(batch)]
+        rows = [{**row, "global_steps": number} for row in rows_of(self._next_batch())]
         # Here, in a thread: a row may hold pictures.
-        identities = [identity(row) for row in rows]
-        return Drawn(number, rows, [fingerprint(row) for row in rows], identities, self._loader.state_dict())
+        known = [{"raw_prompt": f"row {row[ROW]}"} if row.get(FLAW) else row for row in rows]
+        fingerprints, identities = [fingerprint(row) for row in known], [identity(row) for row in known]
+        rows = [self._payload(row) for row in rows]
+        return Drawn(number, rows, fingerprints, identities, self._loader.state_dict())
+
+    def _payload(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return what waits for a worker: with a reference if there are pictures, or with FLAW."""
+        if row.get(FLAW):
+            return {name: row[name] for name in ("uid", "global_steps", FLAW)}
+        kept = {name: value for name, value in row.items() if name not in (ROW, FLAW)}
+        if has_media(row.get("raw_prompt")):
+            return {"uid": row["uid"], "global_steps": row["global_steps"], STORED: self._put(kept)}
+        return kept
 
     def add(self, drawn: Drawn) -> None:
         """Add a drawn batch, and forget dataloader states that no checkpoint can need."""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of prompts: closed, as the files that they were, until an agent loop worker opens them.
+
+verl's data set opens the file of a picture. It travels and waits closed, because pixels take several times
+its memory, and is decoded in the worker that generates for its prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from PIL import Image
+
+PromptRow = Mapping[str, Any]
+
+STORED = "__stored__"
+"""In the payload of a prompt with pictures: Ray's reference to its row."""
+
+
+def has_media(messages: Any) -> bool:
+    """Return whether a prompt has anything but text."""
+    return any(part.get("type", "text") != "text" for part in _parts(messages))
+
+
+def closed(row: PromptRow, *, decode: bool) -> dict[str, Any]:
+    """Return a row whose pictures are closed if they have a file, and decoded otherwise.
+
+    `decode`: decode all of them once. Raises what Pillow raises for a picture that it cannot decode.
+    """
+    for part in _parts(row.get("raw_prompt")):
+        if isinstance(part.get("image"), Image.Image) and (decode or not part.get("bytes")):
+            part["image"].load()
+    return _changed(row, _close)
+
+
+async def opened(row: PromptRow) -> dict[str, Any]:
+    """Return a row as verl's data set makes it, but with pictures that a thread has decoded.
+
+    Raises as `closed`.
+    """
+    return await asyncio.to_thread(_changed, row, _open) if has_media(row.get("raw_prompt")) else dict(row)
+
+
+def _close(part: dict[str, Any]) -> dict[str, Any]:
+    if part.get("bytes") and isinstance(part.get("image"), Image.Image):
+        del part["image"]
+    return part
+
+
+def _open(part: dict[str, Any]) -> dict[str, Any]:
+    if part.get("type") == "image" and part.get("bytes") and "image" not in part:
+        part["image"] = Image.open(io.BytesIO(part["bytes"]))
+        part["image"].load()
+    return part
+
+
+def _changed(row: PromptRow, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    messages: Any = row.get("raw_prompt")
+    if not has_media(messages):
+        return dict(row)
+    made = [
+        {**one, "content": [change(dict(part)) for part in one["content"]]}
+        if isinstance(one.get("content"), list)
+        else one
+        for one in messages
+    ]
+    # verl's column of prompts is the same list.
+    return {name: made if value is messages else value for name, value in row.items()}
+
+
+def _parts(messages: Any) -> Iterator[Mapping[str, Any]]:
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            yield from content
