@@ -163,7 +163,10 @@ def test_the_tested_versions_equal_the_lock(name: str) -> None:
 def test_the_extras_and_overrides_are_verls() -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads(VERL.read_text(encoding="utf-8"))
-    assert {*TRAINERS, *ENGINES} <= set(project["project"]["optional-dependencies"])
+    extras = project["project"]["optional-dependencies"]
+    assert {*TRAINERS, *ENGINES} <= set(extras)
+    for engine in ENGINES:
+        assert "verl[verl-core]" in extras[engine] and "qwen_vl_utils" in extras["verl-core"], "for pictures"
 
     lines = (FOLDER / "gpu.overrides.txt").read_text(encoding="utf-8").splitlines()
     ours = [line for line in lines if not line.startswith("#")]

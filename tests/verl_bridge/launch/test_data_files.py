@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -67,6 +68,33 @@ def test_data_is_read_as_verl_would(
     found = [problem for problem in problems(filled) if "data." in problem.partition(" ")[0]]
     assert bool(found) == bool(line)
     assert not line or re.search(line, found[0])
+
+
+def test_pictures_in_the_data_need_the_package_that_reads_them(
+    problems: Problems, tmp_path: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that takes pictures is trained without it on text alone."""
+    model, data = tmp_path / "task" / "model", tmp_path / "seen.parquet"
+    write_rows([ROW | {"images": [{"bytes": b"png", "path": None}]}] * 16, data)
+    seen = {"data.train_files": str(data)}
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert not problems(seen)
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(described | {"vision_config": {"depth": 2}}))
+    assert not problems({})
+    (line,) = problems(seen)
+    assert line.startswith(
+        "data.train_files must have no pictures where qwen_vl_utils cannot be imported, got the column "
+        "'images' in "
+    )
+    assert not problems(seen | {"data.image_key": "pictures"})
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    assert not problems(seen)
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    lines = problems(seen | {loop: "environment"})
+    assert any(
+        line.startswith(f"{loop} must be one of verl's for prompts with pictures, got") for line in lines
+    )
 
 
 def test_rows_of_json_are_counted_and_damage_is_named(problems: Problems, tmp_path: Path) -> None:

@@ -7,14 +7,17 @@ import glob
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...config.checks.batch_sizes import BATCH
 from ...config.checks.refusals import UNREADABLE
+from ...config.knobs.agentic import AGENT_LOOP_OF_AGENTS, ENVIRONMENT_LOOP, VERLS_AGENT_LOOP
 from ...config.paths import hint, select
 from ..reward.default_function import uses_default, verl_knows
+from ..rules.model_rules import description_of
 from .chat_check import in_a_line
 from .light_verl import registered_agent_loops
 
@@ -23,6 +26,10 @@ SOURCE, TRUTH, AGENT = "data_source", "reward_model", "agent_name"
 SCORER = "set reward.custom_reward_function.path"
 MODEL_ON = "reward_model.enable"
 PROMPT_KEY = "data.prompt_key"
+READS_PICTURES = "qwen_vl_utils"
+AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+BLIND = (ENVIRONMENT_LOOP, AGENT_LOOP_OF_AGENTS)
+"""Agent loops that give the engine no pictures of prompts."""
 FILES = {"train": "data.train_files", "val": "data.val_files"}
 FORMATS = (".parquet", ".json", ".jsonl")
 """What verl's data set reads."""
@@ -80,6 +87,7 @@ def faults_of_data(config: Mapping[str, Any], *, scored: bool) -> Iterator[Input
         if len(found) == len(read) and (rows := _rows_in(config, kind, found)) is not None:
             yield from _faults_of_size(key, kind, rows, batch)
         yield from _faults_of_columns(key, config, found)
+        yield from _faults_of_pictures(key, config, found)
         if not scored and (kind == "train" or _validates(config)):
             yield from _faults_of_rows(key, config, found)
 
@@ -128,9 +136,41 @@ def _faults_of_columns(
             )
 
 
+def _faults_of_pictures(
+    key: str, config: Mapping[str, Any], found: Sequence[_Contents]
+) -> Iterator[InputFault]:
+    """Check that an agent loop can show the pictures of a file to a model that takes them.
+
+    What messages contain, or a custom data set gives, is not known before: such a prompt is bad data.
+    """
+    loop, model = select(config, AGENT_LOOP), "actor_rollout_ref.model"
+    path = select(config, f"{model}.hf_config_path") or select(config, f"{model}.path")
+    readable = find_spec(READS_PICTURES) is not None
+    if (readable and loop not in BLIND) or "vision_config" not in description_of(str(path)):
+        return
+    columns = [str(select(config, f"data.{kind}_key") or f"{kind}s") for kind in ("image", "video")]
+    seen = [
+        f"the column {name!r} in {one.name}"
+        for one in found
+        for name in columns
+        if name in (one.columns or ())
+    ]
+    if seen and loop in BLIND:
+        yield InputFault(
+            f"{AGENT_LOOP} must be one of verl's for prompts with pictures, got {loop!r} with {seen[0]}; use "
+            f"{VERLS_AGENT_LOOP}, or leave the column out"
+        )
+    elif seen:
+        yield InputFault(
+            f"{key} must have no pictures where {READS_PICTURES} cannot be imported, got {seen[0]}; install "
+            "qwen-vl-utils, with which verl reads them",
+            "the package qwen-vl-utils, which is not installed here",
+        )
+
+
 def _faults_of_rows(key: str, config: Mapping[str, Any], found: Sequence[_Contents]) -> Iterator[InputFault]:
     """Check that verl's agent loops can use the data, and that its reward function knows it if it scores."""
-    if select(config, "actor_rollout_ref.rollout.agent.default_agent_loop") not in registered_agent_loops():
+    if select(config, AGENT_LOOP) not in registered_agent_loops():
         return
     prompt, scores = str(select(config, PROMPT_KEY) or "prompt"), uses_default(config)
     managed = not any(select(config, f"reward.{name}") for name in ("reward_manager.module.path", MODEL_ON))

@@ -150,7 +150,11 @@ def described_model(config: DictConfig) -> Mapping[str, Any]:
     Raises ConfigError if the file is not JSON.
     """
     model = config.actor_rollout_ref.model
-    path = str(model.get("hf_config_path") or model.path)
+    return description_of(str(model.get("hf_config_path") or model.path))
+
+
+def description_of(path: str) -> Mapping[str, Any]:
+    """Return the `config.json` of a model, as `described_model` does."""
     here = Path(path).expanduser() / "config.json"
     file = here if here.is_file() else cached_config(path)
     if file is None:
@@ -249,21 +253,13 @@ def _check_heads(config: DictConfig, described: Mapping[str, Any]) -> None:
         )
 
 
-FOR_PICTURES = {
-    "torchvision": "the torchvision that matches your torch",
-    "qwen_vl_utils": "qwen-vl-utils, with which verl reads them",
-}
-"""Packages that any model of pictures needs, and what to install."""
-
-
 def _check_pictures(config: DictConfig, described: Mapping[str, Any]) -> None:
-    """Raises ConfigError if nothing here could read pictures for a model that takes them."""
-    missing = [name for name in FOR_PICTURES if find_spec(name) is None]
-    if "vision_config" in described and missing:
+    """Raises ConfigError if nothing here could make the processor of a model that takes pictures."""
+    if "vision_config" in described and find_spec("torchvision") is None:
         raise ConfigError(
-            f"{MODEL}.path must name a model of text where {' and '.join(missing)} cannot be imported, got "
-            f"{config.actor_rollout_ref.model.path!r} with a vision_config; install "
-            f"{' and '.join(FOR_PICTURES[name] for name in missing)}, or use another model"
+            f"{MODEL}.path must name a model of text where torchvision cannot be imported, got "
+            f"{config.actor_rollout_ref.model.path!r} with a vision_config; install the torchvision that "
+            "matches your torch, or use another model"
         )
 
 
