@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 RELEASES = sorted(path.stem for path in (REPOSITORY / "run_scripts" / "engines").glob("*.txt"))
 LACKS = {"vllm-0.24": ("packs experts at its first load", "no table of a drafter's names")}
 """Why tests of a release are skipped that a run needs."""
-OTHER_MODELS = {"vllm": ("in another way",), "sglang": ()}
-"""Why tests of single models are skipped with releases other than the default one."""
+OTHER_MODELS = {"vllm": ("in another way", "packs fp8 weights"), "sglang": ()}
+"""Why tests of single models, or of fp8, are skipped with releases other than the default one."""
 REFUSED = {"sglang-0.5.23": "ServerArgs.model_path is missing"}
 """Releases that verl's own server cannot start, and what the refusal says."""
 STEPS = 5
