@@ -100,11 +100,12 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
     [
         (
             ["--task"],
-            "--task must be addition, lake, lake_agent, openai_agent, calculator, image or look, got",
+            "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look or words, got",
         ),
         (
             ["--task", "chess"],
-            "--task must be addition, lake, lake_agent, openai_agent, calculator, image or look, got 'chess'",
+            "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look or words, "
+            "got 'chess'",
         ),
         (["--model"], "--model must be dense or moe, got"),
         (["--task", "addition", "--model", "sparse"], "--model must be dense or moe, got 'sparse'"),

@@ -7,6 +7,7 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -114,8 +115,8 @@ def test_pictures_of_every_kind_cost_their_prompts_at_most(look_task: Path, tmp_
     broken, cut off, too long, too large or too much is not, and its fate says why.
     """
     own = "trainer.v1.async_pipeline"
-    trained = {"tall": [(4, 2)], "wide": [(2, 6)], "two": [(4, 4), (2, 2)], "none": []}
-    wrong = {
+    trained: dict[str, list[Any]] = {"tall": [(4, 2)], "wide": [(2, 6)], "two": [(4, 4), (2, 2)], "none": []}
+    wrong: dict[str, tuple[list[Any], str]] = {
         "broken": (["no picture"], "UnidentifiedImageError"),
         "cut": (["cut"], "truncated"),
         "huge": (["huge"], "DecompressionBombError"),

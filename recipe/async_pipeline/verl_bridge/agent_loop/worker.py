@@ -62,6 +62,7 @@ from .tokens.partial_rollouts import (
     tokens_in,
     written_so_far,
 )
+from .tokens.prompt_tokens import tokenized_once
 from .tokens.version_spans import add_fields, costs_of, times_of, waits_of
 
 logger = logging.getLogger(__name__)
@@ -88,12 +89,12 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         knobs = knobs_of(self.config)
         policies = knobs.faults.bad_data.by_kind(knobs.reward.failure)
         self._checks = Checks(policies, self.rollout_config.prompt_length)
-        replaced.apply(
-            "unusable prompts",
-            refuse_long=self._checks.refusing_long_prompts,
-            refuse_pictures=self._checks.refusing_pictures,
-            refuse=self._checks.refusing_unusable_prompts,
-        )
+        refusing = {
+            "refuse_long": self._checks.refusing_long_prompts,
+            "refuse_pictures": self._checks.refusing_pictures,
+            "tokenize": lambda stock: self._checks.refusing_unusable_prompts(tokenized_once(stock)),
+        }
+        replaced.apply("unusable prompts", **refusing)
         agentic = knobs.agentic
         rules = EpisodeRules.of(agentic.attempts, agentic.ends)
         self._episodes = Episodes(rules, agentic.episode_timeout_s, agentic.failure_reward)
