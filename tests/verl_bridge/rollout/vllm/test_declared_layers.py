@@ -33,7 +33,10 @@ FAMILIES = (
     "nemotron-h-moe",
     "granite-moe",
 )
-OTHERWISE = {"0.24": ("qwen3.5", "falcon-h1"), "0.32": ("gpt-neox", "granite-hybrid")}
+OTHERWISE = {
+    "0.24": ("qwen3.5", "qwen3.5-moe", "falcon-h1", "nemotron-h-moe"),
+    "0.32": ("gpt-neox", "granite-hybrid"),
+}
 """Families that other releases of vLLM serve by other classes, or of whose names they have no table."""
 STAGED = {"qwen3-next", "qwen3.5", "qwen3.5-moe", "granite-moe"}
 """Families whose loaders only copy, so that versions can be staged during generation."""
