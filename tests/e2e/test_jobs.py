@@ -176,7 +176,7 @@ def odd_picture(kind: str) -> bytes:
     file = io.BytesIO()
     Image.new("1", sizes.get(kind, (64, 64))).save(file, "PNG")
     whole = file.getvalue()
-    return {"cut": whole[:60], "no picture": b"no picture"}.get(kind, whole)
+    return {"cut": whole[:50], "no picture": b"no picture"}.get(kind, whole)
 
 
 @pytest.mark.nightly
