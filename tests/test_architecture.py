@@ -139,6 +139,7 @@ def test_layers_import_what_is_below_them() -> None:
 
 
 LAZY = {
+    "agents/observations.py": "PIL",
     "agents/gym_environment.py": "gymnasium",
     "agents/frozen_lake.py": "gymnasium",
     "agents/open_env.py": "websockets",

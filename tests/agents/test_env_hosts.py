@@ -63,6 +63,17 @@ def test_it_plays_episodes_one_after_another(isolation: Isolation, spec: Environ
 
 
 @pytest.mark.parametrize("isolation", HOSTS)
+def test_pictures_are_shown_as_they_were_drawn(isolation: Isolation) -> None:
+    drawn = Counting(pictures=2)
+
+    async def story(host: EnvironmentHost) -> None:
+        assert await host.reset(7, {}) == drawn.reset(7)
+        assert (await host.step("é")).observation == drawn.step("é").observation
+
+    assert with_host(isolation, story, EnvironmentSpec(name=COUNTING.name, kwargs={"pictures": 2}))
+
+
+@pytest.mark.parametrize("isolation", HOSTS)
 def test_one_that_was_never_used_is_closed(isolation: Isolation) -> None:
     async def story(host: EnvironmentHost) -> None:
         pass

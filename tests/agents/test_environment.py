@@ -51,6 +51,7 @@ async def test_a_player_plays_episodes_one_after_another(spec: EnvironmentSpec) 
         ("exit", "step: SystemExit: 3"),
         ("nonsense", "must return a Step"),
         ("nan", "must be a finite number"),
+        ("number", "must be a text, or a list of texts and of files of pictures"),
     ],
 )
 async def test_a_step_that_fails_has_one_error(text: str, why: str) -> None:
@@ -87,5 +88,5 @@ def test_a_step_may_be_any_sequence(found: Any, step: Step) -> None:
     "found", [None, "text", (), ("a", 1, 1, 1, 1), (1,), ("a", None), ("a", "x"), ("a", float("inf"))]
 )
 def test_anything_else_is_no_step(found: Any) -> None:
-    with pytest.raises(EnvironmentFailed, match=r"step must return|must be text|finite number"):
+    with pytest.raises(EnvironmentFailed, match=r"step must return|must be a text|finite number"):
         checked_step(found)

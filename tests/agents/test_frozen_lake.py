@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from recipe.async_pipeline.agents.environment import Step
-from recipe.async_pipeline.agents.frozen_lake import ACTIONS, MOVES, FrozenLake, board_of
+from recipe.async_pipeline.agents.frozen_lake import ACTIONS, MOVES, TILE, FrozenLake, board_of
 
 pytest.importorskip("gymnasium")
 BOARD = ("SFFF", "FHFH", "FFFH", "HFFG")
@@ -67,6 +70,26 @@ def test_it_moves_as_the_text_says(seed: int, actions: list[str], size: int) -> 
         around = [(row + down, column + right) for down, right in MOVES]
         shown = [board[r][c] if 0 <= r < size and 0 <= c < size else "#" for r, c in around]
         assert view == "".join(shown) + ">"
+
+
+def test_a_board_is_drawn_with_the_player_on_it() -> None:
+    lake = FrozenLake(pictures=True)
+    file, end = lake.reset(1, board=list(BOARD))
+    before = Image.open(io.BytesIO(file))
+    assert (before.size, end) == ((4 * TILE, 4 * TILE), ">")
+    file, end = lake.step("D").observation
+    after = Image.open(io.BytesIO(file))
+    found = {(row, column): after.getpixel(_middle(row, column)) for row in range(4) for column in range(4)}
+    assert {at: colour for at, colour in found.items() if colour != (255, 255, 255)} == {
+        (1, 0): (255, 0, 0),
+        **dict.fromkeys([(1, 1), (1, 3), (2, 3), (3, 0)], (0, 0, 0)),
+        (3, 3): (0, 128, 0),
+    }
+    assert before.getpixel(_middle(0, 0)) == (255, 0, 0)
+
+
+def _middle(row: int, column: int) -> tuple[int, int]:
+    return TILE * column + TILE // 2, TILE * row + TILE // 2
 
 
 def test_ice_may_be_slippery() -> None:

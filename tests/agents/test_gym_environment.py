@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from recipe.async_pipeline.agents.environment import Step
 from recipe.async_pipeline.agents.gym_environment import GymEnvironment
 from recipe.async_pipeline.errors import ConfigError
 
-pytest.importorskip("gymnasium")
+gymnasium = pytest.importorskip("gymnasium")
 CLIFF, UP = "CliffWalking-v1", "0"
 
 
@@ -32,6 +35,37 @@ def test_actions_are_numbers() -> None:
     assert cliff.reset(1) == "36"
     assert cliff.step(f" {UP}\n") == Step("24", -1.0)
     cliff.close()
+
+
+class Drawn(gymnasium.Env):  # type: ignore[misc,name-defined]
+    """Counts its steps, and draws them as so many columns."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    action_space, observation_space = gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(9)
+
+    def __init__(self, render_mode: str) -> None:
+        self.render_mode, self.count = render_mode, 0
+
+    def reset(self, **_: Any) -> tuple[int, dict[str, Any]]:
+        self.count = 1
+        return 1, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return self.count, 0.0, False, False, {}
+
+    def render(self) -> Any:
+        return np.zeros((2, self.count, 3), np.uint8)
+
+
+def test_what_gymnasium_draws_is_shown() -> None:
+    gymnasium.register("Drawn-v0", Drawn)
+    try:
+        drawn = GymEnvironment("Drawn-v0", pictures=True)
+        files = [*drawn.reset(1), *drawn.step("1").observation]
+    finally:
+        del gymnasium.registry["Drawn-v0"]
+    assert [Image.open(io.BytesIO(file)).size for file in files] == [(1, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("text", ["", "up", "4", "-1", "1.0", "²", "1 2", "--3", "-", "9" * 19, "1" * 5000])

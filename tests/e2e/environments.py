@@ -32,7 +32,7 @@ class FailingLake(FrozenLake):
         super().__init__(**kwargs)
         self._marks, self._seed = Path(marks), 0
 
-    def reset(self, seed: int, **task: Any) -> str:
+    def reset(self, seed: int, **task: Any) -> Any:
         self._seed = seed
         if self._fails("reset_raises"):
             raise RuntimeError("no such board")

@@ -10,14 +10,20 @@ import sys
 import time
 from typing import Any
 
+from PIL import Image
+
 from recipe.async_pipeline.agents.environment import EnvironmentSpec, Step
+from recipe.async_pipeline.agents.observations import png
 
 
 class Counting:
-    """Shows its seed and the number of steps; `stop` ends an episode, and other texts do as they say."""
+    """Shows its seed and the number of steps; `stop` ends an episode, and other texts do as they say.
 
-    def __init__(self, *, start: int = 0) -> None:
-        self.start, self.count, self.episodes = start, 0, 0
+    `pictures`: it also shows this many pictures each time; the text `broken` makes one of them unreadable.
+    """
+
+    def __init__(self, *, start: int = 0, pictures: int = 0) -> None:
+        self.start, self.count, self.episodes, self.pictures = start, 0, 0, pictures
         self.child: subprocess.Popen[bytes] | None = None
 
     def reset(self, seed: int, **task: Any) -> Any:
@@ -28,7 +34,14 @@ class Counting:
         self.count, self.episodes = self.start, self.episodes + 1
         if task.get("silent"):
             return ""
-        return f"seed {seed} episode {self.episodes} {task.get('hint', '')}".strip()
+        return self.shown(f"seed {seed} episode {self.episodes} {task.get('hint', '')}".strip())
+
+    def shown(self, text: str) -> Any:
+        """Return an observation."""
+        if not self.pictures:
+            return text
+        files = [png(Image.new("RGB", (56, 56 * (1 + at)), "red")) for at in range(self.pictures)]
+        return [text, *files] if "broken" not in text else [text, b"broken"]
 
     def step(self, text: str) -> Any:
         self.count += 1
@@ -48,9 +61,11 @@ class Counting:
             return Step(f"{os.getpid()} {self.child.pid}")
         if text == "nonsense":
             return {"observation": "x"}
+        if text == "number":
+            return Step([3])
         if text == "nan":
             return Step("x", float("nan"))
-        return Step(f"{text} {self.count}", 0.5, over=text == "stop")
+        return Step(self.shown(f"{text} {self.count}"), 0.5, over=text == "stop")
 
     def close(self) -> None:
         if self.child is not None:

@@ -23,7 +23,8 @@ from typing import Any, Protocol, TypeVar
 from ..core.waits.deadline import GRACE_S, within
 from ..core.waits.threads import in_thread_of, made_in_executor
 from ..errors import EnvironmentFailed, WaitTimeout
-from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step, checked_step
+from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step
+from .observations import Observation, of_json
 
 T = TypeVar("T")
 ENV_PROCESS = f"{__package__}.processes.env_process"
@@ -34,7 +35,7 @@ CLOSE_S = 5.0
 class EnvironmentHost(Protocol):
     """Runs one environment. At most one call at a time."""
 
-    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> Observation:
         """Begin an episode. Raises EnvironmentFailed."""
 
     async def step(self, text: str) -> Step:
@@ -50,7 +51,7 @@ class InlineHost:
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._player = Player(spec)
 
-    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> Observation:
         return await self._call(self._player.reset(seed, task))
 
     async def step(self, text: str) -> Step:
@@ -92,8 +93,8 @@ class ThreadHost:
         self._thread.start()
         self._loop: asyncio.AbstractEventLoop
 
-    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
-        found: str = await self._call(lambda: self._player.reset(seed, task))
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> Observation:
+        found: Observation = await self._call(lambda: self._player.reset(seed, task))
         return found
 
     async def step(self, text: str) -> Step:
@@ -126,14 +127,14 @@ class ProcessHost:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
 
-    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> Observation:
         if self._guard is None:
             await self._start()
-        found = await self._call({"call": "reset", "seed": seed, "task": dict(task)})
-        return str(found)
+        return of_json(await self._call({"call": "reset", "seed": seed, "task": dict(task)}))
 
     async def step(self, text: str) -> Step:
-        return checked_step(await self._call({"call": "step", "text": text}))
+        observation, *rest = await self._call({"call": "step", "text": text})
+        return Step(of_json(observation), *rest)
 
     async def close(self) -> bool:
         if self._guard is None:

@@ -20,6 +20,7 @@ from ..core.waits.deadline import GRACE_S, within
 from ..errors import EnvironmentFailed, WaitTimeout
 from .env_hosts import HOSTS, EnvironmentHost
 from .environment import EnvironmentSpec, Isolation, Step
+from .observations import Observation
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class Game:
 
     def __init__(self, pool: EnvironmentPool, host: EnvironmentHost) -> None:
         self._pool, self._host = pool, host
-        self.observation = ""
+        self.observation: Observation = ""
         """The first observation."""
         self.usable = True
         """Whether the environment can play another episode."""

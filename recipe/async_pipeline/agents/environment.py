@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments that speak text: the protocol, and calls to one with checked results.
+"""Environments that a policy plays in text: the protocol, and calls to one with checked results.
 
     reset(seed, **task) ─► observation ─► policy ─► step(text) ─► observation, reward, over ─► policy ─► ...
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ..errors import ConfigError, EnvironmentFailed
+from .observations import Observation, checked_observation
 
 BUILT_IN: Mapping[str, str] = {"frozen_lake": "recipe.async_pipeline.agents.frozen_lake:FrozenLake"}
 """Environments of this package, by the name that a config may use."""
@@ -37,8 +38,8 @@ MESSAGE_BYTES = 1 << 26
 class Step(NamedTuple):
     """The answer of an environment to a text."""
 
-    observation: str
-    """What the policy reads next; unused if the episode is over."""
+    observation: Any
+    """What the policy reads or sees next, an `Observation`; unused if the episode is over."""
     reward: float = 0.0
     """Finite. The rewards of all steps of an episode are added up."""
     over: bool = False
@@ -51,7 +52,7 @@ class TextEnvironment(Protocol):
     """An environment. Each method may raise any exception: the episode then ends as `env_failed`."""
 
     def reset(self, seed: int, **task: Any) -> Any:
-        """Begin an episode; return the first observation, a text. `task`: of the row, if it has one."""
+        """Begin an episode; return the first observation. `task`: of the row, if it has one."""
 
     def step(self, text: str) -> Any:
         """Return the `Step` that the text of the policy leads to."""
@@ -99,9 +100,9 @@ class Player:
         self._spec = spec
         self._environment: TextEnvironment | None = None
 
-    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> Observation:
         """Return the first observation. Raises EnvironmentFailed."""
-        return _observation(await self._call("reset", seed, **task))
+        return checked_observation(await self._call("reset", seed, **task))
 
     async def step(self, text: str) -> Step:
         """Return the step. Raises EnvironmentFailed."""
@@ -136,10 +137,4 @@ def checked_step(found: Any) -> Step:
         reward = math.nan
     if not math.isfinite(reward):
         raise EnvironmentFailed(f"the reward of a step must be a finite number, got {step.reward!r}"[:500])
-    return Step(_observation(step.observation), reward, bool(step.over), bool(step.invalid))
-
-
-def _observation(found: Any) -> str:
-    if not isinstance(found, str):
-        raise EnvironmentFailed(f"an observation must be text, got {found!r}"[:500])
-    return found
+    return Step(checked_observation(step.observation), reward, bool(step.over), bool(step.invalid))

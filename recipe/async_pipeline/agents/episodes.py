@@ -51,7 +51,8 @@ class EndPolicies:
     chains: Literal["train", "score"] = "train"
     """The agent was refused another conversation (gateway.max_chains)."""
     tokens: Literal["train", "score"] = "train"
-    """The response had no room for another observation and turn (data.max_response_length)."""
+    """The response had no room for another observation and turn (data.max_response_length), or the engine for
+    its pictures (rollout.limit_images)."""
     cut_off: Literal["train", "score"] = "train"
     """A turn was cut off before its end token. The environment does not get it. An agent does: there, only a
     last turn that the limits of the run cut off is this end."""

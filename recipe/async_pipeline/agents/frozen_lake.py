@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gymnasium's FrozenLake as text: cross the ice to the goal without falling into a hole.
+"""gymnasium's FrozenLake as text or pictures: cross the ice to the goal without falling into a hole.
 
 The first observation is the board and what is next to the player, each further one only the latter, in the
 order of the actions Left, Down, Right, Up:
@@ -9,6 +9,8 @@ order of the actions Left, Down, Right, Up:
     ...O          O  a hole, which ends the episode without a reward
     O..G          G  the goal, which ends it with the reward 1
     #..#>         #  the edge: an action towards it does nothing
+
+With `pictures`, each observation is a picture of the board and a `>` instead.
 
 The policy answers with one letter of LDRU; any other text is invalid and ends the episode.
 """
@@ -20,6 +22,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from .gym_environment import GymEnvironment
+from .observations import squares
 
 ACTIONS = "LDRU"
 """Letters of the actions, in the order of their numbers in gymnasium."""
@@ -29,6 +32,9 @@ SHOWN = {"S": ".", "F": ".", "H": "O", "G": "G"}
 """gymnasium's letters of the board, and the letters of the text."""
 PROMPT_END = ">"
 """Ends each observation."""
+TILE = 28
+"""Pixels of a tile's side, for which Qwen's vision towers have one token."""
+COLOURS = {".": "white", "O": "black", "G": "green", "P": "red"}
 LakeMap = tuple[str, ...]
 
 
@@ -41,6 +47,7 @@ class FrozenLake(GymEnvironment):
         size: int = 4,
         frozen: float = 0.8,
         slippery: bool = False,
+        pictures: bool = False,
         success_rate: float | None = None,
         reward_schedule: Sequence[float] | None = None,
         invalid: Literal["end", "continue"] = "end",
@@ -56,9 +63,9 @@ class FrozenLake(GymEnvironment):
         if isinstance(frozen, bool) or not isinstance(frozen, int | float) or not 0 < frozen <= 1:
             raise ConfigError(f"frozen must be a probability above 0, got {frozen!r}; 0.8 is the default")
 
-        self._size, self._frozen = size, frozen
+        self._size, self._frozen, self._drawn = size, frozen, pictures
         self.board: LakeMap = ()
-        options = {"success_rate": success_rate, "reward_schedule": reward_schedule}
+        options: dict[str, Any] = {"success_rate": success_rate, "reward_schedule": reward_schedule}
         super().__init__(
             "FrozenLake-v1",
             invalid=invalid,
@@ -68,22 +75,26 @@ class FrozenLake(GymEnvironment):
             **{name: value for name, value in options.items() if value is not None},
         )
 
-    def reset(self, seed: int, **task: Any) -> str:
+    def reset(self, seed: int, **task: Any) -> Any:
         """Begin an episode. `task` may have a `board` of gymnasium's letters, a text for each row."""
         board = task.pop("board", None)
         self.board = tuple(board) if board else board_of(seed, self._size, self._frozen)
         self.environment = self.make(desc=list(self.board))
         return super().reset(seed, **task)
 
-    def first(self, observation: Any) -> str:
+    def first(self, observation: Any) -> Any:
         """Return the board with the player on it, and what is next to the player."""
-        rows = [[SHOWN[letter] for letter in row] for row in self.board]
-        row, column = self.place(observation)
-        rows[row][column] = "P"
-        return "\n".join("".join(letters) for letters in rows) + "\n" + self.render(observation)
+        seen = self.render(observation)
+        board = "\n".join("".join(letters) for letters in self._rows(observation))
+        return f"{board}\n{seen}" if isinstance(seen, str) else seen
 
-    def render(self, observation: Any) -> str:
-        """Return what is next to the player, in the order of the actions."""
+    def render(self, observation: Any) -> Any:
+        """Return what is next to the player, in the order of the actions, or a picture of the board."""
+        if self._drawn:
+            return [
+                squares([[COLOURS[one] for one in row] for row in self._rows(observation)], TILE),
+                PROMPT_END,
+            ]
         row, column = self.place(observation)
         return "".join(self._at(row + down, column + right) for down, right in MOVES) + PROMPT_END
 
@@ -99,6 +110,13 @@ class FrozenLake(GymEnvironment):
     def place(self, observation: Any) -> tuple[int, int]:
         """Return row and column that an observation of gymnasium stands for."""
         return divmod(int(observation), len(self.board[0]))
+
+    def _rows(self, observation: Any) -> list[list[str]]:
+        """Return the letters of the board with the player on it."""
+        rows = [[SHOWN[letter] for letter in row] for row in self.board]
+        row, column = self.place(observation)
+        rows[row][column] = "P"
+        return rows
 
     def _at(self, row: int, column: int) -> str:
         inside = 0 <= row < len(self.board) and 0 <= column < len(self.board[0])

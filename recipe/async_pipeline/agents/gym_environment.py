@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of gymnasium as text. gymnasium is imported when one is made; it is the extra `agentic`."""
+"""Environments of gymnasium as text or pictures. Their package is imported late."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from .environment import Step
+from .observations import png
 
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 """An action; more digits do not fit into the 64 bits of gymnasium's numbers."""
@@ -17,18 +18,20 @@ MISSING = "gymnasium is not installed; pip install async_pipeline[agentic]"
 class GymEnvironment:
     """An environment of gymnasium whose actions are numbers (Discrete) or texts (Text).
 
-    Observations are shown as Python prints them. A subclass with `render` and `parse` shows them better.
+    Observations are shown as Python prints them, or as gymnasium draws the environment. A subclass with
+    `render` and `parse` shows them better.
     """
 
     def __init__(
         self,
         id: str,
         *,
+        pictures: bool = False,
         invalid: Literal["end", "continue"] = "end",
         invalid_reward: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        """`id` and further arguments are passed to `gymnasium.make`.
+        """`id` and further arguments are passed to `gymnasium.make`. `pictures`: show what it draws.
 
         A text that is no action gets `invalid_reward`, and ends the episode or leaves it as it is. Raises
         ConfigError if gymnasium does not have the environment, or if its actions are of another kind.
@@ -36,7 +39,8 @@ class GymEnvironment:
         if invalid not in ("end", "continue"):
             raise ConfigError(f"invalid must be end or continue, got {invalid!r}; end is the default")
         self._invalid, self._invalid_reward = invalid, invalid_reward
-        self._id, self._kwargs = id, kwargs
+        self._pictures = pictures
+        self._id, self._kwargs = id, {**kwargs, **({"render_mode": "rgb_array"} if pictures else {})}
         self.environment = self.make()
         self.observed: Any = None
         """The last observation of gymnasium."""
@@ -59,7 +63,7 @@ class GymEnvironment:
             )
         return made
 
-    def reset(self, seed: int, **task: Any) -> str:
+    def reset(self, seed: int, **task: Any) -> Any:
         """Begin an episode; `task` holds gymnasium's options."""
         self.observed, _ = self.environment.reset(seed=seed, options=task or None)
         return self.first(self.observed)
@@ -77,13 +81,13 @@ class GymEnvironment:
         """Close gymnasium's environment."""
         self.environment.close()
 
-    def first(self, observation: Any) -> str:
-        """Return what the policy reads first."""
+    def first(self, observation: Any) -> Any:
+        """Return what the policy reads, or sees, first."""
         return self.render(observation)
 
-    def render(self, observation: Any) -> str:
-        """Return an observation as text."""
-        return str(observation)
+    def render(self, observation: Any) -> Any:
+        """Return an observation for the policy."""
+        return [png(self.environment.render())] if self._pictures else str(observation)
 
     def parse(self, text: str) -> Any | None:
         """Return the action that a text names, or None."""

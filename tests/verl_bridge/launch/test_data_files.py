@@ -91,10 +91,18 @@ def test_pictures_in_the_data_need_the_package_that_reads_them(
     monkeypatch.setattr(module, "find_spec", lambda name: object())
     assert not problems(seen)
     loop = "actor_rollout_ref.rollout.agent.default_agent_loop"
-    lines = problems(seen | {loop: "environment"})
-    assert any(
-        line.startswith(f"{loop} must be one of verl's for prompts with pictures, got") for line in lines
+    told = f"{loop} must be one of verl's for prompts with "
+    played, environment = (
+        {loop: "environment"},
+        {"trainer.v1.async_pipeline.agentic.environment": "frozen_lake"},
     )
+    assert not problems(seen | played | environment)
+    lines = problems(seen | {loop: "agent_session"})
+    assert any(line.startswith(f"{told}images and videos, got 'agent_session'") for line in lines)
+    write_rows([ROW | {"videos": [{"bytes": b"mp4", "path": None}]}] * 16, data)
+    assert not problems(seen)
+    (line,) = problems(seen | played | environment)
+    assert line.startswith(f"{told}videos, got 'environment' with the column 'videos' in ")
 
 
 def test_rows_of_json_are_counted_and_damage_is_named(problems: Problems, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from ...errors import EnvironmentFailed
 from ...processes import end_with_parent, gain_no_rights
 from ..environment import MESSAGE_BYTES, EnvironmentSpec, Player
+from ..observations import to_json
 from .command_process import adopt_orphans, end_children, guard, reap_orphans
 
 
@@ -73,8 +74,9 @@ async def answer(player: Player, request: dict[str, Any]) -> dict[str, Any]:
     """Return the result of one call, or its error."""
     try:
         if request["call"] == "reset":
-            return {"result": await player.reset(request["seed"], request["task"])}
-        return {"result": list(await player.step(request["text"]))}
+            return {"result": to_json(await player.reset(request["seed"], request["task"]))}
+        observation, *rest = await player.step(request["text"])
+        return {"result": [to_json(observation), *rest]}
     except EnvironmentFailed as error:
         return {"error": str(error)}
 

@@ -28,7 +28,7 @@ class MoodyLake(FrozenLake):
         super().__init__(**kwargs)
         self._control, self._steps, self._episodes = Path(control), 0, 0
 
-    def reset(self, seed: int, **task: Any) -> str:
+    def reset(self, seed: int, **task: Any) -> Any:
         """Begin an episode."""
         self._steps, self._episodes = 0, self._episodes + 1
         return super().reset(seed, **task)

@@ -28,8 +28,9 @@ MODEL_ON = "reward_model.enable"
 PROMPT_KEY = "data.prompt_key"
 READS_PICTURES = "qwen_vl_utils"
 AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
-BLIND = (ENVIRONMENT_LOOP, AGENT_LOOP_OF_AGENTS)
-"""Agent loops that give the engine no pictures of prompts."""
+MEDIA = ("image", "video")
+BLIND = {ENVIRONMENT_LOOP: MEDIA[1:], AGENT_LOOP_OF_AGENTS: MEDIA}
+"""What agent loops do not give to the engine of a prompt."""
 FILES = {"train": "data.train_files", "val": "data.val_files"}
 FORMATS = (".parquet", ".json", ".jsonl")
 """What verl's data set reads."""
@@ -145,25 +146,26 @@ def _faults_of_pictures(
     """
     loop, model = select(config, AGENT_LOOP), "actor_rollout_ref.model"
     path = select(config, f"{model}.hf_config_path") or select(config, f"{model}.path")
-    readable = find_spec(READS_PICTURES) is not None
-    if (readable and loop not in BLIND) or "vision_config" not in description_of(str(path)):
+    readable, hidden = find_spec(READS_PICTURES) is not None, BLIND.get(str(loop), ())
+    if (readable and not hidden) or "vision_config" not in description_of(str(path)):
         return
-    columns = [str(select(config, f"data.{kind}_key") or f"{kind}s") for kind in ("image", "video")]
     seen = [
-        f"the column {name!r} in {one.name}"
+        (kind, f"the column {name!r} in {one.name}")
         for one in found
-        for name in columns
-        if name in (one.columns or ())
+        for kind in MEDIA
+        if (name := str(select(config, f"data.{kind}_key") or f"{kind}s")) in (one.columns or ())
     ]
-    if seen and loop in BLIND:
+    unshown = next((column for kind, column in seen if kind in hidden), None)
+    if unshown:
+        shows = " and ".join(f"{kind}s" for kind in hidden)
         yield InputFault(
-            f"{AGENT_LOOP} must be one of verl's for prompts with pictures, got {loop!r} with {seen[0]}; use "
+            f"{AGENT_LOOP} must be one of verl's for prompts with {shows}, got {loop!r} with {unshown}; use "
             f"{VERLS_AGENT_LOOP}, or leave the column out"
         )
-    elif seen:
+    elif seen and not readable:
         yield InputFault(
-            f"{key} must have no pictures where {READS_PICTURES} cannot be imported, got {seen[0]}; install "
-            "qwen-vl-utils, with which verl reads them",
+            f"{key} must have no pictures where {READS_PICTURES} cannot be imported, got {seen[0][1]}; "
+            "install qwen-vl-utils, with which verl reads them",
             "the package qwen-vl-utils, which is not installed here",
         )
 

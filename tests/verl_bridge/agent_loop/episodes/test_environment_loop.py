@@ -12,10 +12,18 @@ from unittest import mock
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from PIL import Image
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from recipe.async_pipeline.agents.environment import EnvironmentSpec
 from recipe.async_pipeline.config.knobs.agentic import AgenticConfig
 from recipe.async_pipeline.errors import ConfigError, EnvironmentFailed
+from recipe.async_pipeline.lab.tasks.look_task.look_model import (
+    IMAGE,
+    VISION_END,
+    VISION_START,
+    make_processor,
+)
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import END, WHY
 from tests.fakes.environments import COUNTING
@@ -32,11 +40,17 @@ class Policy:
         self.turns, self.log_probs = list(turns), log_probs
         self.prompts: list[list[int]] = []
         self.limits: list[int] = []
+        self.seen: list[list[Any]] = []
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any]
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Sequence[Any] | None,
     ) -> Any:
         self.prompts.append(list(prompt_ids))
+        self.seen.append(list(image_data or ()))
         self.limits.append(sampling_params["max_tokens"])
         turn = len(self.prompts)
         tokens = list(self.turns[turn - 1])[: sampling_params["max_tokens"]]
@@ -60,10 +74,18 @@ class Table:
         max_turn_tokens: int | None = None,
         spec: EnvironmentSpec = COUNTING,
         turn_rewards: bool = False,
+        sees: bool = False,
+        limit_images: int | None = None,
     ) -> None:
-        self.module, self.tokenizer = module, make_tokenizer()
+        """`sees`: the policy reads pictures."""
+        self.module, self.processor = module, make_processor() if sees else None
+        self.tokenizer = self.processor.tokenizer if self.processor else make_tokenizer()
         self.eos = int(self.tokenizer.eos_token_id)
-        rollout = {"prompt_length": 64, "response_length": response_length}
+        rollout = {
+            "prompt_length": 64,
+            "response_length": response_length,
+            "limit_images": limit_images,
+        }
         self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {"seed": 3}})
         self.knobs = AgenticConfig(
             environment=spec.name,
@@ -91,10 +113,10 @@ class Table:
                 trainer_config=wrap(config=self.config),
                 server_manager=policy,
                 tokenizer=self.tokenizer,
-                processor=None,
-                dataset_cls=None,
+                processor=self.processor,
+                dataset_cls=RLHFDataset,
                 data_config=wrap(config=OmegaConf.create({})),
-                hf_model_type="qwen2",
+                hf_model_type="qwen2_5_vl" if self.processor else "qwen2",
             )
             given = {"raw_prompt": [{"role": "user", "content": ""}], "extra_info": {"seed": 5}, "index": 0}
             try:
@@ -129,6 +151,50 @@ def test_an_episode_token_for_token(module: ModuleType) -> None:
     assert (fields[END], output.reward_score, fields["turn_scores"]) == ("done", 1.5, [0.5] * 3)
     assert (fields["min_global_steps"], fields["max_global_steps"], output.num_turns) == (1, 3, 6)
     assert table.left_behind == 0
+
+
+SHOWING = EnvironmentSpec(name=COUNTING.name, kwargs={"pictures": 2})
+
+
+def test_pictures_of_an_environment_have_placeholders_in_the_tokens(module: ModuleType) -> None:
+    table = Table(module, spec=SHOWING, sees=True)
+    policy = Policy(table.said("a"), table.said("stop"))
+    asked = [{"type": "image", "image": Image.new("RGB", (56, 56))}, {"type": "text", "text": "?"}]
+    output = table.play(policy, raw_prompt=[{"role": "user", "content": asked}])
+
+    def shown(tokens: int) -> list[int]:
+        return table.encode(VISION_START + IMAGE * tokens + VISION_END)
+
+    seen = [*shown(4), *shown(8)]
+    assert output.prompt_ids == [*shown(4), *table.encode("?" + FIRST), *seen]
+    response = [*table.said("a"), *table.encode("\na 1"), *seen, *table.said("stop")]
+    assert output.response_ids == response
+    assert output.response_mask == [1, 1, *[0] * (len(response) - 7), *[1] * 5]
+    sizes = [[picture.size for picture in pictures] for pictures in policy.seen]
+    assert sizes == [[(56, 56), (56, 56), (56, 112)], [(56, 56), *[(56, 56), (56, 112)] * 2]]
+    assert output.multi_modal_data["images"] == policy.seen[-1]
+    assert output.extra_fields[END] == "done"
+
+
+def test_an_episode_ends_before_it_has_more_pictures_than_the_engine_takes(module: ModuleType) -> None:
+    table = Table(module, spec=SHOWING, sees=True, limit_images=3)
+    output = table.play(Policy(table.said("a")))
+    assert (output.extra_fields[END], len(output.multi_modal_data["images"])) == ("tokens", 2)
+    assert output.extra_fields[WHY] == "it has 4 pictures, and rollout.limit_images is 3"
+
+
+def test_a_picture_that_cannot_be_decoded_is_a_fault_of_the_environment(module: ModuleType) -> None:
+    table = Table(module, spec=SHOWING, sees=True)
+    output = table.play(Policy(table.said("broken")))
+    assert output.extra_fields[END] == "env_failed"
+    assert "step: a picture of the observation cannot be decoded" in output.extra_fields[WHY]
+    with pytest.raises(EnvironmentFailed, match="reset: a picture of the observation cannot be decoded"):
+        table.play(Policy(), extra_info={"seed": 5, "task": {"hint": "broken"}})
+
+
+def test_a_model_that_reads_text_gets_no_pictures(module: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="shows pictures, but actor_rollout_ref.model.path reads text only"):
+        Table(module, spec=SHOWING).play(Policy())
 
 
 def test_an_episode_needs_a_text_to_begin_with(module: ModuleType) -> None:

@@ -37,7 +37,7 @@ class RemoteLake(FrozenLake):
         self._key: tuple[int, int] = (0, 0)
         self._turn = 0
 
-    def reset(self, seed: int, *, prompt: int = 0, session: int = 0, **task: Any) -> str:
+    def reset(self, seed: int, *, prompt: int = 0, session: int = 0, **task: Any) -> Any:
         """Begin an episode."""
         self._key, self._turn = (prompt, session), 0
         return super().reset(seed, **task)

@@ -5,16 +5,18 @@
                                              └─ cut off        └─ over, invalid     └─ no room, no turns left
 
 Token-exact: what the policy wrote is never encoded again. verl's Continuous Token builders append each
-observation to the tokens so far; only the policy's own tokens have the mask 1. The score is the sum of the
-rewards; each reward is in `turn_scores`, and with `agentic.turn_rewards` at the last token of its turn.
+observation to the tokens so far, with placeholders for its pictures; only the policy's own tokens have the
+mask 1. The score is the sum of the rewards; each reward is in `turn_scores`, and with `agentic.turn_rewards`
+at the last token of its turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,19 +26,24 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
+from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from ....agents.env_pool import EnvironmentPool, Game, PoolLimits
 from ....agents.environment import EnvironmentSpec, Step
 from ....agents.episodes import DONE
+from ....agents.observations import Observation
 from ....errors import ConfigError, EnvironmentFailed
 from ....gateway.conversation import Message
 from ...launch.run_config import knobs_of
+from ..prompt_pictures import has_media
 from ..row_place import place_of
 from ..tokens.model_tokens import tokens_of, turn_ends
 from .episode import END, NOTED, WHY, current_attempt
 
 NAME = "environment"
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or its parts."""
 
 
 class EnvironmentSetup(NamedTuple):
@@ -109,8 +116,8 @@ class RewardedTurns(AgentLoopOutput):  # type: ignore[misc]
 class EnvironmentEpisode:
     """The tokens and rewards of one episode so far."""
 
-    def __init__(self, messages: list[Message], prompt_ids: list[int]) -> None:
-        self.messages, self.token_ids = messages, prompt_ids
+    def __init__(self, messages: list[Message], prompt_ids: list[int], pictures: list[Any]) -> None:
+        self.messages, self.token_ids, self.pictures = messages, prompt_ids, pictures
         self.mask: list[int] = []
         self.log_probs: list[float] | None = None
         self.rewards: list[float] = []
@@ -137,6 +144,7 @@ class EnvironmentEpisode:
             response_ids=self.token_ids[start:][:length],
             response_mask=self.mask[:length],
             response_logprobs=None if self.log_probs is None else self.log_probs[:length],
+            multi_modal_data={"images": self.pictures} if self.pictures else None,
             reward_score=float(sum(self.rewards)),
             num_turns=2 * self.turns,
             metrics=self.metrics,
@@ -166,8 +174,10 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             # The wait for an environment is not the episode's, and its reset has a deadline.
             with nullcontext() if attempt is None else attempt.excused():
                 game = await stack.enter_async_context(playing)
-            messages = with_observation(list(row["raw_prompt"]), game.observation)
-            episode = EnvironmentEpisode(messages, await self.ct_build_initial_tokens(messages))
+            messages = with_observation(list(row["raw_prompt"]), content_of(game.observation, "reset"))
+            pictures = await self._pictures(messages)
+            token_ids = await self.ct_build_initial_tokens(messages, images=pictures or None)
+            episode = EnvironmentEpisode(messages, token_ids, pictures)
             if not episode.token_ids:
                 raise EnvironmentFailed("reset: neither the prompt nor the first observation has a text")
             await self._play(episode, game, sampling_params, setup)
@@ -203,7 +213,12 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             if episode.turns >= setup.max_turns:
                 episode.end = "turns"
                 return
-            if not await self._observe(episode, text, step.observation, setup.response_length):
+            try:
+                content = content_of(step.observation, "step")
+            except EnvironmentFailed as error:
+                episode.end, episode.why = "env_failed", str(error)
+                return
+            if not await self._observe(episode, text, content, setup.response_length):
                 episode.end = "tokens"
                 return
 
@@ -222,6 +237,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             request_id=request,
             prompt_ids=episode.token_ids,
             sampling_params={**sampling_params, "max_tokens": limit},
+            image_data=episode.pictures or None,
         )
         episode.metrics["generate_sequences"] += time.perf_counter() - started
         self._note_versions(episode, output.extra_fields)
@@ -244,18 +260,37 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         elif said.get("max_global_steps") is not None:
             episode.extra_fields["max_global_steps"] = said["max_global_steps"]
 
-    async def _observe(self, episode: EnvironmentEpisode, text: str, observation: str, length: int) -> bool:
+    async def _observe(self, episode: EnvironmentEpisode, text: str, content: Content, length: int) -> bool:
         """Append an observation; returns False, and appends nothing, if no turn fits after it."""
         said = [*episode.messages, {"role": "assistant", "content": text}]
-        seen = [*said, {"role": "user", "content": observation}]
+        new = await self._pictures([{"role": "user", "content": content}])
+        seen = {"role": "user", "content": with_pictures(content, new)}
+        pictures = [*episode.pictures, *new]
+        limit = self.rollout_config.get("limit_images")
+        if limit and len(pictures) > limit:
+            episode.why = f"it has {len(pictures)} pictures, and rollout.limit_images is {limit}"
+            return False
         merged, mask, log_probs = await self.ct_merge_context_msg(
-            said, seen, episode.token_ids, episode.mask, episode.log_probs
+            said, [*said, seen], episode.token_ids, episode.mask, episode.log_probs
         )
         if len(mask) >= length:
             return False
-        episode.messages, episode.token_ids = seen, merged.token_ids
+        episode.messages, episode.token_ids, episode.pictures = [*said, seen], merged.token_ids, pictures
         episode.mask, episode.log_probs = mask, log_probs
         return True
+
+    async def _pictures(self, messages: list[Message]) -> list[Any]:
+        """Return the pictures of messages in the size in which the model sees them.
+
+        Raises ConfigError if the model reads text only.
+        """
+        if not has_media(messages):
+            return []
+        if self.processor is None or not self.continuous_token_builder.supports_multimodal():
+            raise ConfigError(
+                "the environment shows pictures, but actor_rollout_ref.model.path reads text only"
+            )
+        return list((await self.process_multi_modal_info(messages))["images"])
 
     def _is_whole(self, said: list[int], sampling_params: Mapping[str, Any]) -> bool:
         """Return whether the policy ended the turn itself."""
@@ -271,12 +306,52 @@ async def _timed(episode: EnvironmentEpisode, game: Game, text: str) -> Step:
         episode.metrics["tool_calls"] += time.perf_counter() - started
 
 
-def with_observation(prompt: list[Message], observation: str) -> list[Message]:
+def content_of(observation: Observation, call: str) -> Content:
+    """Return an observation as the content of a message.
+
+    Raises EnvironmentFailed, with the name of the call, if a picture cannot be decoded.
+    """
+    if isinstance(observation, str):
+        return observation
+    parts: list[dict[str, Any]] = []
+    for one in observation:
+        if isinstance(one, str):
+            parts.append({"type": "text", "text": one})
+            continue
+        try:
+            picture = Image.open(io.BytesIO(one))
+            picture.load()
+        except Exception as error:  # Pillow raises many kinds for a damaged file
+            why = f"{call}: a picture of the observation cannot be decoded: {type(error).__name__}: {error}"
+            raise EnvironmentFailed(why) from error
+        parts.append({"type": "image", "image": picture})
+    return parts
+
+
+def with_pictures(content: Content, pictures: Sequence[Any]) -> Content:
+    """Return a content with its pictures replaced."""
+    if isinstance(content, str):
+        return content
+    left = iter(pictures)
+    return [{**part, "image": next(left)} if part["type"] == "image" else part for part in content]
+
+
+def with_observation(prompt: list[Message], observation: Content) -> list[Message]:
     """Return the messages of a prompt with the first observation in its last message of the user."""
-    if not prompt or prompt[-1]["role"] != "user" or not isinstance(prompt[-1]["content"], str):
+    if not prompt or prompt[-1]["role"] != "user":
         return [*prompt, {"role": "user", "content": observation}]
-    texts = [text for text in (prompt[-1]["content"], observation) if text]
-    return [*prompt[:-1], {**prompt[-1], "content": "\n\n".join(texts)}]
+    asked = prompt[-1]["content"]
+    if isinstance(asked, str) and isinstance(observation, str):
+        joined: Content = "\n\n".join(text for text in (asked, observation) if text)
+    else:
+        joined = [*_as_parts(asked), *_as_parts(observation)]
+    return [*prompt[:-1], {**prompt[-1], "content": joined}]
+
+
+def _as_parts(content: Content) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content
 
 
 def seed_of(info: Mapping[str, Any], place: Any, run_seed: int) -> int:
