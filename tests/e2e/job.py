@@ -42,6 +42,8 @@ WORDS = (
     f"data.train_batch_size={FEW}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={FEW}",
     f"actor_rollout_ref.rollout.n={FEW}",
+    # verl's own trainer splits the batch into whole micro-batches.
+    f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={FEW * FEW}",
     "trainer.val_before_train=False",
     "trainer.test_freq=-1",
 )

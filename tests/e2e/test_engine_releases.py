@@ -15,7 +15,9 @@ from tests.e2e.job import check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 RELEASES = sorted(path.stem for path in (REPOSITORY / "run_scripts" / "engines").glob("*.txt"))
-LACKS = {"vllm-0.24": ("packs experts at its first load", "no table of a drafter's names")}
+LACKS = {
+    "vllm-0.24": ("packs experts at its first load", "no table of a drafter's names", "never scales pixels")
+}
 """Why tests of a release are skipped that a run needs."""
 OTHER_MODELS = {"vllm": ("in another way", "packs fp8 weights"), "sglang": ()}
 """Why tests of single models, or of fp8, are skipped with releases other than the default one."""

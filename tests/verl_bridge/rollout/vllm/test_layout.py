@@ -128,6 +128,9 @@ def test_each_rank_has_its_experts(models: Models, size: int) -> None:
 
 def test_experts_that_a_cpu_kernel_pads_are_refused(models: Models, load: Load) -> None:
     """Each of two ranks has a width of 48, which vLLM pads when it starts."""
+    kernels = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+    if not hasattr(kernels, "CPUUnquantizedExperts"):
+        pytest.skip("on a CPU, this vLLM packs experts at its first load only")
     manifest = models.publish(models.published("mixtral"))
     for rank in models.replica("mixtral", 2):
         rank.start()
