@@ -17,7 +17,7 @@
 #   --e2e      whole jobs on the real stack (marker e2e)
 #   --nightly  the slowest whole jobs (marker nightly); in no default tier
 #   --nightly-part
-#              a tenth of them: the tests of changed files, then the ones that have waited longest
+#              a tenth of them: the tests that changed, then the ones that have waited longest
 #              (tests/nightly.tsv, which it updates)
 #
 # A failed test runs once again, alone, if nothing else has failed: what passes then is listed as FLAKY. To end a run

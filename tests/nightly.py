@@ -3,18 +3,19 @@
 
 A plugin of pytest. `--nightly-part` runs a part of about a tenth of the tier, or the tests that the command
 line names, and updates the table `nightly.tsv`, which is committed; no other run writes it. The digest of a
-test's file shows whether the test has run as it is. A merge may keep two rows for a test, of which the newer
+test's code shows whether the test has run as it is. A merge may keep two rows for a test, of which the newer
 one counts; `python -m tests.nightly` removes the other, and the rows of functions that are gone.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import pytest
 
 TABLE = Path("tests", "nightly.tsv")
-COLUMNS = ("test", "seconds", "run", "outcome", "file")
+COLUMNS = ("test", "seconds", "run", "outcome", "code")
 PARTS = 10
 """A part has at least this share of the tier's seconds."""
 UNKNOWN_S = 120.0
@@ -34,15 +35,15 @@ class Run(NamedTuple):
     """The last run of a test."""
 
     seconds: float
-    """The fewest of all passes with this file, because machines are busy at times; shared fixtures count for
+    """The fewest of all passes with this code, because machines are busy at times; shared fixtures count for
     the first test.
     """
     at: str
     """UTC time to the minute, which is the same for all tests of a session; empty if only estimated."""
     outcome: str
     """`passed`, `skipped`, `failed` or `estimated`."""
-    file: str = ""
-    """Digest of the test's file at that time; empty in rows that are older than this column."""
+    code: str = ""
+    """`digests` of the test at that time; empty if only estimated."""
 
 
 Table = Mapping[str, Run]
@@ -65,8 +66,31 @@ def write_table(table: Table, path: Path) -> None:
     os.replace(written, path)
 
 
-def digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+def digests(code: str) -> dict[str, str]:
+    """Return a digest for each function of a file of tests: of it and of all that is neither another test, an
+    import nor a comment.
+    """
+    body = [node for node in ast.parse(code).body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    named = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    shared = "".join(ast.unparse(node) for node in body if not getattr(node, "name", "").startswith("test_"))
+    return {
+        name: hashlib.sha256((shared + ast.unparse(node)).encode()).hexdigest()[:8]
+        for name, node in named.items()
+    }
+
+
+def digests_of(tests: Iterable[str], root: Path) -> dict[str, str]:
+    """Return the digest of each test, named by its id."""
+    files = {file: digests((root / file).read_text(encoding="utf-8")) for file in map(file_of, tests)}
+    return {test: files[file_of(test)].get(function_of(test), "") for test in tests}
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def function_of(test: str) -> str:
+    return test.partition("::")[2].partition("[")[0]
 
 
 def changed_at(file: Path) -> float:
@@ -84,26 +108,25 @@ def changed_at(file: Path) -> float:
 
 
 def part_of(
-    groups: Sequence[Sequence[str]], table: Table, files: Mapping[str, str], changed: Mapping[str, float]
+    groups: Sequence[Sequence[str]], table: Table, codes: Mapping[str, str], changed: Mapping[str, float]
 ) -> list[str]:
-    """Return the tests to run: the ones of changed files, then the ones that have waited longest.
+    """Return the tests to run: the ones that changed, then the ones that have waited longest.
 
-    `groups`: the tests of the tier; the tests of a group share a fixture and stay together. `files`: the
-    present digest of each file; `changed`: when it was changed. What has changed last comes first, of the
-    tests that failed or of which a run of another version is known. Tests without a run have waited longest.
-    The part is as long as the mean, and at most one group longer.
+    `groups`: the tests of the tier; the tests of a group share a fixture and stay together. `codes`: the
+    present digest of each test; `changed`: when each file was changed. What has changed last comes first, of
+    the tests that failed or of which a run of another version is known. Tests without a run have waited
+    longest. The part is as long as the mean, and at most one group longer.
     """
     runs = {test: table.get(test, Run(UNKNOWN_S, "", ESTIMATED)) for group in groups for test in group}
     size = sum(run.seconds for run in runs.values()) / PARTS
 
     def waited(group: Sequence[str]) -> tuple[bool, float, tuple[str, bool]]:
-        file = group[0].partition("::")[0]
-        known = {table[test].file for test in group if test in table}
+        known = [(table[test].code, codes[test]) for test in group if test in table]
         failed = any(runs[test].outcome == FAILED for test in group)
-        other = failed or bool(known - {files[file], ""})
+        other = failed or any(before not in ("", now) for before, now in known)
         return (
             not other,
-            -changed[file] if other else 0.0,
+            -changed[file_of(group[0])] if other else 0.0,
             min((runs[test].at, test in table) for test in group),
         )
 
@@ -120,7 +143,7 @@ def updated(table: Table, runs: Table, collected: Sequence[str], places: Sequenc
     merged = dict(table)
     for test, run in runs.items():
         before = table.get(test)
-        if before is not None and (before.outcome, before.file) == (run.outcome, run.file):
+        if before is not None and (before.outcome, before.code) == (run.outcome, run.code):
             run = run._replace(seconds=min(before.seconds, run.seconds))
         merged[test] = run
     tests = {*collected}
@@ -135,7 +158,7 @@ def _within(test: str, places: Sequence[str]) -> bool:
 
 def group_of(item: pytest.Item) -> tuple[str, str]:
     """Return what tests have in common that share fixtures of their module: the file, and the parameters."""
-    file = item.nodeid.partition("::")[0]
+    file = file_of(item.nodeid)
     definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  pytest has no public name for it
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     shared = {
@@ -162,7 +185,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--nightly-part",
         action="store_true",
-        help="the named nightly tests, or a tenth: of changed files, then the ones that have waited longest",
+        help="the named nightly tests, or a tenth: the changed ones, then the ones that have waited longest",
     )
 
 
@@ -178,7 +201,7 @@ class _Session:
         self._root, self._path = config.rootpath, config.rootpath / TABLE
         self._collected: list[str] = []
         self._places: list[str] = []
-        self._files: dict[str, str] = {}
+        self._codes: dict[str, str] = {}
         self._at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
         self._noted: set[str] = set()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -187,9 +210,8 @@ class _Session:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         nightly = [item for item in items if item.get_closest_marker("nightly")]
-        files = {item.nodeid.partition("::")[0] for item in nightly}
-        self._files = {file: digest(self._root / file) for file in files}
         self._collected = [item.nodeid for item in nightly]
+        self._codes = digests_of(self._collected, self._root)
         part = {*self._collected}
         whole = config.args_source is not pytest.Config.ArgsSource.ARGS
         narrowed = config.getoption("keyword") or config.getoption("markexpr") not in ("", "nightly")
@@ -199,8 +221,8 @@ class _Session:
             groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
             for item in nightly:
                 groups[group_of(item)].append(item.nodeid)
-            changed = {file: changed_at(self._root / file) for file in files}
-            part = {*part_of([*groups.values()], read_table(self._path), self._files, changed)}
+            changed = {file: changed_at(self._root / file) for file in {*map(file_of, self._collected)}}
+            part = {*part_of([*groups.values()], read_table(self._path), self._codes, changed)}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in part])
         items[:] = [item for item in items if item.nodeid in part]
 
@@ -221,7 +243,7 @@ class _Session:
 
     def _write(self) -> Table:
         runs = {
-            test: Run(self._seconds[test], self._at, outcome, self._files[test.partition("::")[0]])
+            test: Run(self._seconds[test], self._at, outcome, self._codes[test])
             for test, outcome in self._outcomes.items()
         }
         table = updated(read_table(self._path), runs, self._collected, self._places)
@@ -239,9 +261,8 @@ class _Session:
 
 def exists(test: str, repository: Path) -> bool:
     """Return whether a file still defines the function of a test."""
-    file, _, name = test.partition("::")
-    path = repository / file
-    return path.is_file() and f"def {name.partition('[')[0]}(" in path.read_text(encoding="utf-8")
+    path = repository / file_of(test)
+    return path.is_file() and f"def {function_of(test)}(" in path.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

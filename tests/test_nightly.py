@@ -22,8 +22,9 @@ from tests.nightly import (
     Run,
     Table,
     changed_at,
-    digest,
+    digests,
     exists,
+    file_of,
     part_of,
     read_table,
     updated,
@@ -40,13 +41,13 @@ def landed(number: int) -> str:
 
 
 def part_alone(tier: Iterable[str], table: Table, *changed: str) -> list[str]:
-    """Return the part of a tier whose tests share nothing; `changed` files, the last one first, differ from
-    the noted ones.
+    """Return the part of a tier whose tests share nothing; the ones of `changed` files, the last one first,
+    differ from the noted ones.
     """
     tests = [[test] for test in tier]
-    files = {test.partition("::")[0]: "noted" for [test] in tests} | dict.fromkeys(changed, "another")
-    times = dict.fromkeys(files, 0.0) | {file: -float(at) for at, file in enumerate(changed)}
-    return part_of(tests, table, files, times)
+    codes = {test: "another" if file_of(test) in changed else "noted" for [test] in tests}
+    times = {file_of(test): 0.0 for test in codes} | {file: -float(at) for at, file in enumerate(changed)}
+    return part_of(tests, table, codes, times)
 
 
 @given(TIERS)
@@ -85,9 +86,9 @@ def test_the_file_that_was_changed_last_is_first_and_then_what_failed() -> None:
         "c.py::red": Run(10, landed(3), "failed", "noted"),
         "d.py::same": Run(1000, landed(1), "passed", "noted"),
     }
-    files = dict.fromkeys(("c.py", "d.py"), "noted") | dict.fromkeys(("a.py", "b.py"), "another")
+    codes = {test: "another" if file_of(test) in ("a.py", "b.py") else "noted" for test in table}
     times = {"a.py": 7.0, "b.py": 9.0, "c.py": 3.0, "d.py": 8.0}
-    found = part_of([[test] for test in table], table, files, times)
+    found = part_of([[test] for test in table], table, codes, times)
     assert found == ["b.py::new", "a.py::old", "c.py::red", "d.py::same"]
 
 
@@ -116,8 +117,33 @@ def test_a_changed_file_is_first_until_each_of_its_tests_has_run() -> None:
 
 def test_tests_that_share_a_fixture_stay_together() -> None:
     table = {name: Run(100, landed(day), "passed") for day, name in enumerate(("a", "b", "c", "d"), start=1)}
-    files, times = dict.fromkeys(table, "noted"), dict.fromkeys(table, 0.0)
-    assert part_of([["b"], ["a", "d"], ["c"]], table, files, times) == ["a", "d"]
+    codes, times = dict.fromkeys(table, "noted"), dict.fromkeys(table, 0.0)
+    assert part_of([["b"], ["a", "d"], ["c"]], table, codes, times) == ["a", "d"]
+
+
+TEST_FILE = """
+import json
+LIMIT = 1
+def helper(): return LIMIT
+def test_one():
+    assert helper()
+def test_two(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("assert helper()", "assert helper()  # a comment", set[str]()),
+        ("import json", "import os", set[str]()),
+        ("def test_two(): pass", "def test_three(): pass", {"test_two"}),
+        ("assert helper()", "assert not helper()", {"test_one"}),
+        ("LIMIT = 1", "LIMIT = 2", {"helper", "test_one", "test_two"}),
+    ],
+)
+def test_a_test_changed_if_it_or_what_tests_share_did(old: str, new: str, changed: set[str]) -> None:
+    before, after = digests(TEST_FILE), digests(TEST_FILE.replace(old, new))
+    assert {name for name in before if before[name] != after.get(name)} == changed
 
 
 def test_of_two_rows_of_a_test_the_newer_one_counts(tmp_path: Path) -> None:
@@ -143,7 +169,7 @@ def test_seconds_are_the_fewest_of_all_passes_once_one_was_measured() -> None:
         table = updated(table, {"a": Run(seconds, landed(seconds % 24), "passed")}, [], [])
         assert table["a"] == Run(kept, landed(seconds % 24), "passed")
     table = updated(table, {"a": Run(40, landed(1), "passed", "another")}, [], [])
-    assert table["a"].seconds == 40, "of the file as it is"
+    assert table["a"].seconds == 40, "of the test as it is"
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -217,7 +243,7 @@ def test_a_part_is_noted_and_the_rest_is_shown(toy_tier: Callable[..., str], tmp
         "shares[b-1]": ("passed", True),
         "shares[b-2]": ("passed", True),
     }
-    assert found["passes"].file == digest(tmp_path / "tests" / "test_it.py")
+    assert found["passes"].code == digests((tmp_path / "tests" / "test_it.py").read_text())["test_passes"]
     for line in ("passed       in this run", "failed       in this run", f"passed       {landed(1)}"):
         assert line in printed
 
