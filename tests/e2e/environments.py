@@ -5,6 +5,7 @@ and each hang once in all, one that a slow program plays, and one that is slow i
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from recipe.async_pipeline.agents.frozen_lake import FrozenLake
 from recipe.async_pipeline.agents.runners import Policy
 from recipe.async_pipeline.lab.soak import lake_agent
 
+SEEN: dict[str, Any] = {"size": 3, "pictures": True, "invalid": "continue"}
 KINDS = ("reset_raises", "reset_hangs", "step_raises", "step_hangs", "dies", "exits")
 HANGS = ("reset_hangs", "step_hangs")
 """Each takes as long as an environment may take to answer, which includes its start on a busy machine."""
@@ -81,3 +83,21 @@ def play_slowly(task: dict[str, Any], policy: Policy) -> float:
     """Play an episode over HTTP, with a wait before each turn but the first."""
     slow = _SlowPolicy(policy.base_url, policy.api_key)
     return lake_agent.play(task, slow, Path("no control file"), is_bad=False)
+
+
+def play_seeing(task: dict[str, Any], policy: Policy) -> float:
+    """Play one episode of three turns, each of which shows a picture of the board; return its reward."""
+    chat, lake = lake_agent.PolicyChat(policy.base_url, policy.api_key), FrozenLake(**SEEN)
+    shown, messages = lake.reset(int(task["seed"])), []
+    for _ in range(3):
+        file, text = shown
+        url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
+        picture = {"type": "image_url", "image_url": {"url": url}}
+        messages.append({"role": "user", "content": [picture, {"type": "text", "text": text}]})
+        said = chat.ask(messages)
+        messages.append({"role": "assistant", "content": said})
+        step = lake.step(said)
+        if step.over:
+            return step.reward
+        shown = step.observation
+    return 0.0

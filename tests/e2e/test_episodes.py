@@ -115,18 +115,28 @@ def test_runners_outside_of_the_run_play_its_episodes(lake_task: Path, tmp_path:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_the_policy_sees_an_environment(look_task: Path, tmp_path: Path, backend: str) -> None:
-    """The board is drawn; a prompt and each of its turns has a picture."""
+@pytest.mark.parametrize(("engine", "played"), [("vllm", "loop"), ("sglang", "loop"), ("vllm", "agent")])
+def test_the_policy_sees_an_environment(look_task: Path, tmp_path: Path, engine: str, played: str) -> None:
+    """The board is drawn: a prompt and each of its turns has a picture, which an agent sends over HTTP."""
+    playing = {
+        "loop": [
+            "actor_rollout_ref.rollout.agent.default_agent_loop=environment",
+            f"{AGENTIC}.environment=frozen_lake",
+            f"+{AGENTIC}.environment_kwargs={{size: 3, pictures: true, invalid: continue}}",
+        ],
+        "agent": [
+            "data.image_key=none",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=agent_session",
+            f"{AGENTIC}.agent=tests.e2e.environments:play_seeing",
+        ],
+    }
     run_dir, steps, boards, episodes = tmp_path / "run", 3, 4, 4
     job = run_job(
         smoke_command(
             *LOOK,
             "async_strategy=one_step_off",
-            f"actor_rollout_ref.rollout.name={backend}",
-            "actor_rollout_ref.rollout.agent.default_agent_loop=environment",
-            f"{AGENTIC}.environment=frozen_lake",
-            f"+{AGENTIC}.environment_kwargs={{size: 3, pictures: true, invalid: continue}}",
+            f"actor_rollout_ref.rollout.name={engine}",
+            *playing[played],
             f"{AGENTIC}.max_turns=3",
             "data.max_prompt_length=32",
             "data.max_response_length=80",

@@ -14,6 +14,7 @@ from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.chains import Completion
 from recipe.async_pipeline.gateway.conversation import Message, Said, tool_call
+from recipe.async_pipeline.gateway.pictures import SentPicture
 from recipe.async_pipeline.gateway.sessions import SessionLimits
 from recipe.async_pipeline.gateway.turns import CannotAppend, Form
 
@@ -44,6 +45,7 @@ class FakePolicy:
         self.stops: list[Sequence[str]] = []
         self.forms: list[Form | None] = []
         self.request_ids: list[str] = []
+        self.pictures: list[list[bytes]] = []
         self.tools: list[Any] = []
         self.appends = True
         """Whether messages can be appended."""
@@ -81,8 +83,10 @@ class FakePolicy:
         max_tokens: int,
         stop: Sequence[str],
         form: Form | None = None,
+        pictures: Sequence[SentPicture] = (),
     ) -> Completion:
         self.forms.append(form)
+        self.pictures.append([picture.data for picture in pictures])
         self.prompts.append(list(token_ids))
         self.limits.append(max_tokens)
         self.stops.append(stop)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.errors import RequestRefused
-from recipe.async_pipeline.gateway.conversation import identities
+from recipe.async_pipeline.gateway.conversation import identities, identity
 from recipe.async_pipeline.gateway.dialects import DIALECTS, GROUPS, parameter_table
+from recipe.async_pipeline.gateway.dialects.anthropic_messages import AnthropicMessages
+from recipe.async_pipeline.gateway.dialects.openai_chat import OpenAIChat
+from recipe.async_pipeline.gateway.dialects.openai_responses import OpenAIResponses
+from recipe.async_pipeline.gateway.pictures import SentPicture
 from recipe.async_pipeline.gateway.sessions import Session
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Ask, Form
 from tests import HANG_S
@@ -68,6 +73,30 @@ async def test_the_same_tokens_log_probs_and_versions_as_without_http(
         await client.close()
         assert at.session.rows() == expected
         assert len(expected) == 1 and expected[0].answers == 3
+
+
+FILE = b"a picture"
+URL = "data:image/png;base64," + base64.b64encode(FILE).decode()
+SOURCE = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(FILE).decode()}
+WITH_PICTURES: list[tuple[Any, str, list[Any]]] = [
+    (OpenAIChat(), "messages", [{"type": "image_url", "image_url": {"url": URL, "detail": "low"}}]),
+    (OpenAIResponses(), "input", [{"type": "input_image", "image_url": URL}]),
+    (AnthropicMessages(), "messages", [{"type": "image", "source": SOURCE}]),
+]
+
+
+@pytest.mark.parametrize(("dialect", "name", "picture"), WITH_PICTURES, ids=["chat", "responses", "messages"])
+def test_pictures_are_parts_of_messages(dialect: Any, name: str, picture: list[Any]) -> None:
+    text = {"type": "input_text" if name == "input" else "text"}
+    content = [text | {"text": "a "}, text | {"text": "b"}, *picture, text | {"text": "?"}]
+    body = {name: [{"role": "user", "content": content}], "model": "any", "max_tokens": 9}
+    (message,) = dialect.read(json.dumps(body).encode()).ask.messages
+    assert message["content"] == [
+        {"type": "text", "text": "a b"},
+        {"type": "image", "image": SentPicture(FILE)},
+        {"type": "text", "text": "?"},
+    ]
+    assert identity(message) != identity({**message, "content": message["content"][:2]})
 
 
 @each

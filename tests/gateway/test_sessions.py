@@ -14,6 +14,7 @@ import pytest
 
 from recipe.async_pipeline.errors import RequestRefused, WaitTimeout
 from recipe.async_pipeline.gateway import sessions
+from recipe.async_pipeline.gateway.pictures import SentPicture
 from recipe.async_pipeline.gateway.sessions import Session, SessionLimits, digest_of
 from recipe.async_pipeline.gateway.turns import Ask, Form
 from tests.fakes.agent_policy import END, LIMITS, FakePolicy
@@ -44,6 +45,28 @@ async def test_a_conversation_becomes_one_row() -> None:
     assert (second.prompt_tokens, second.tokens) == (21, 4)
     assert len(set(policy.request_ids)) == 1, "one replica has the tokens cached"
     assert session.counts.turns == 2
+
+
+async def test_pictures_of_a_conversation_reach_the_engine_and_the_row() -> None:
+    policy = FakePolicy("one", "two", "three")
+    session = Session(policy, LIMITS)
+    seen = [{"type": "text", "text": "q"}, {"type": "image", "image": SentPicture(b"red")}]
+    messages: list[Any] = [{"role": "user", "content": seen}]
+    messages.append((await session.turn(Ask(list(messages), []))).said.as_message())
+    messages.append({"role": "user", "content": [{"type": "image", "image": SentPicture(b"blue")}]})
+    last = await session.turn(Ask(list(messages), []))
+    assert policy.pictures == [[b"red"], [b"red", b"blue"]]
+    (row,) = session.rows()
+    assert row.pictures == [SentPicture(b"red"), SentPicture(b"blue")] and row.answers == 2
+
+    other = {"role": "user", "content": [{"type": "image", "image": SentPicture(b"green")}]}
+    await session.turn(Ask([other], []))
+    assert policy.pictures[-1] == [b"green"] and len(session.rows()) == 2, "another picture begins a chain"
+    session.deliveries.note(last, received=False)
+    assert sorted(row.answers for row in session.rows()) == [1, 1]
+    assert [SentPicture(b"red")] in [row.pictures for row in session.rows()], (
+        "the lost answer saw the other one"
+    )
 
 
 async def test_limits_of_tokens_and_stops() -> None:

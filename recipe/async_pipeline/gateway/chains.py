@@ -24,15 +24,13 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 from ..core.lag.token_spans import TokenSpan
 from ..errors import RequestRefused
-from .conversation import Message, identities, identity
-
-RowReason = Literal["system_prompt", "tools", "reminder", "history", "branch", "template", "others"]
-"""Why a request begins a chain although the session has one; `agents.episodes.COUNTS` says them in words."""
+from .conversation import Message, RowReason, difference, identities, identity, shared
+from .pictures import SentPicture, pictures_of
 
 
 class Completion(NamedTuple):
@@ -59,6 +57,8 @@ class ChainRow(NamedTuple):
     spans: list[TokenSpan]
     """Positions count from the first token of the response. At least one span for each answer."""
     answers: int
+    pictures: Sequence[SentPicture] = ()
+    """The ones that its tokens have placeholders for."""
 
 
 class AnswerPlace(NamedTuple):
@@ -130,8 +130,10 @@ class Chain:
         if not own:
             return None
         end = own[-1] + 1
+        messages = max((one.messages or 0 for one in self.boundaries if one.tokens <= end), default=0)
         return replace(
             self,
+            messages=self.messages[:messages],
             token_ids=self.token_ids[:end],
             mask=self.mask[:end],
             log_probs=None if self.log_probs is None else self.log_probs[:end],
@@ -149,6 +151,7 @@ class Chain:
             None if self.log_probs is None else self.log_probs[start:],
             [TokenSpan(version, at - start) for version, at in self.spans],
             self.answers,
+            pictures_of(self.messages),
         )
 
 
@@ -202,6 +205,8 @@ class OpenRequest:
         if said is not None:
             chain.messages = [*self.previous, *self.new, said]
             chain.identities = [*self.identities, identity(said)]
+        elif not self.grows:
+            chain.messages = self.previous
         messages = None if said is None else len(chain.messages)
         chain.boundaries.append(Boundary(messages, len(chain.token_ids)))
 
@@ -293,11 +298,11 @@ class Chains:
         """Return how a request differs from the chain that is most like it, and whether it is a main one."""
 
         def alike(chain: Chain) -> tuple[int, bool, int]:
-            return _shared(chain.identities, wanted), chain.tools == tools, chain.last
+            return shared(chain.identities, wanted), chain.tools == tools, chain.last
 
         nearest = max(self.all, key=alike, default=self._first)
         assert nearest is not None
-        why = _difference(nearest.identities, wanted, same_tools=nearest.tools == tools)
+        why = difference(nearest.identities, wanted, same_tools=nearest.tools == tools)
         # Agents with tools ask without them for what they do not act upon: titles, summaries, memories.
         gains = bool(tools) - bool(nearest.tools)
         return why, why != "others" and (gains > 0 or (nearest.main and gains == 0))
@@ -341,32 +346,6 @@ class Chains:
         )
 
 
-def _difference(known: list[Hashable], wanted: list[Hashable], *, same_tools: bool) -> RowReason:
-    """Return how a request differs from the messages of a chain."""
-    at = _shared(known, wanted)
-    if at == len(known) or at == len(wanted):
-        return "branch" if same_tools else "tools"
-    if "system" in (_role(known[at]), _role(wanted[at])):
-        rest = [[one for one in found if _role(one) != "system"] for found in (known, wanted)]
-        if _shared(*rest):
-            return "system_prompt"
-    if at == 0 and not any(one in known and _role(one) != "system" for one in wanted):
-        return "others"
-    if not same_tools:
-        return "tools"
-    if _role(known[at]) in ("user", "tool") and known[at + 1 : at + 2] == wanted[at + 1 : at + 2]:
-        return "reminder"
-    if at and _role(known[at - 1]) == "assistant":
-        return "branch"
-    return "history"
-
-
-def _shared(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """Return how many messages two conversations have in common from their beginning."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _shared_tokens(one: list[int], other: list[int]) -> int:
     """Return how many tokens two lists have in common from their beginning: each is read twice at most."""
     low, high = 0, min(len(one), len(other))
@@ -379,10 +358,6 @@ def _shared_tokens(one: list[int], other: list[int]) -> int:
         else:
             high = middle
     return low
-
-
-def _role(message: Hashable) -> Hashable:
-    return message[0] if isinstance(message, tuple) else None
 
 
 def _grows(chain: Chain, boundary: Boundary) -> bool:

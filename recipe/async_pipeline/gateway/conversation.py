@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of a conversation, and when two of them are the same.
+"""Messages of a conversation, when two of them are the same, and how two conversations differ.
 
-A message is a mapping as chat templates read it: `role`, `content` (a text), for a message of the assistant
-also `tool_calls`, for one of a tool `tool_call_id`. Agents do not send back exactly what they received: they
-drop ids, reasoning and white space, and write arguments again. What a chat template would not show, or the
-policy did not mean, makes no difference here.
+A message is a mapping as chat templates read it: `role`, `content` (a text, or parts with pictures), for a
+message of the assistant also `tool_calls`, for one of a tool `tool_call_id`. Agents do not send back exactly
+what they received: they drop ids, reasoning and white space, and write arguments again. What a chat template
+would not show, or the policy did not mean, makes no difference here.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import RequestRefused
 
 Message = dict[str, Any]
 MAX_DEPTH = 100
 """Of values in a request that agents choose freely: schemas of tools and arguments of calls."""
+RowReason = Literal["system_prompt", "tools", "reminder", "history", "branch", "template", "others"]
+"""Why a request begins a chain although the session has one; `agents.episodes.COUNTS` says them in words."""
 END_OF_REASONING = "</think>"
 """What precedes it in a message of the assistant is reasoning, which many agents leave out of the history."""
 
@@ -114,6 +117,8 @@ def encodable(value: Any) -> Any:
 def identity(message: Mapping[str, Any]) -> Hashable:
     """Return a value that is equal for messages that are the same."""
     role, content = message["role"], message.get("content") or ""
+    if isinstance(content, list):
+        return role, tuple(part.get("text", part.get("image")) for part in content)
     if role != "assistant":
         return role, content
     text = str(content).rpartition(END_OF_REASONING)[2].strip()
@@ -136,3 +141,33 @@ def hashable(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return tuple((name, hashable(one)) for name, one in sorted(value.items()))
     return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def difference(known: list[Hashable], wanted: list[Hashable], *, same_tools: bool) -> RowReason:
+    """Return how a request differs from the messages of a chain."""
+    at = shared(known, wanted)
+    if at == len(known) or at == len(wanted):
+        return "branch" if same_tools else "tools"
+    if "system" in (_role(known[at]), _role(wanted[at])):
+        rest = [[one for one in found if _role(one) != "system"] for found in (known, wanted)]
+        if shared(*rest):
+            return "system_prompt"
+    if at == 0 and not any(one in known and _role(one) != "system" for one in wanted):
+        return "others"
+    if not same_tools:
+        return "tools"
+    if _role(known[at]) in ("user", "tool") and known[at + 1 : at + 2] == wanted[at + 1 : at + 2]:
+        return "reminder"
+    if at and _role(known[at - 1]) == "assistant":
+        return "branch"
+    return "history"
+
+
+def shared(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+    """Return how many messages two conversations have in common from their beginning."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _role(message: Hashable) -> Hashable:
+    return message[0] if isinstance(message, tuple) else None

@@ -25,6 +25,7 @@ from ..errors import RequestRefused
 from .chains import AnswerPlace, ChainRow, Chains, Completion, OpenRequest
 from .continued_text import ContinuedText
 from .conversation import hashable
+from .pictures import pictures_of
 from .turn_rewards import TurnRewards
 from .turns import Ask, CannotAppend, Deliveries, Reply, SessionEngine, TokenReply, reply_of, without_prefill
 
@@ -365,7 +366,8 @@ class Session:
         limit = room if ask.max_tokens is None else min(room, ask.max_tokens)
         asked, name = time.perf_counter(), request.chain.request_id
         try:
-            answer = await self._policy.generate(name, token_ids, limit, ask.stop, ask.form)
+            pictures = pictures_of([*request.previous, *request.new])
+            answer = await self._policy.generate(name, token_ids, limit, ask.stop, ask.form, pictures)
         except RequestRefused:
             raise
         except Exception as error:  # noqa: BLE001 - handed to the owner of the session

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ..errors import RequestRefused
 from .chains import AnswerPlace, Completion
 from .conversation import Message, Said
+from .pictures import SentPicture
 
 ANY_TOOL = ""
 """As `Form.call`: the policy chooses the tool."""
@@ -62,10 +63,13 @@ class SessionEngine(Protocol):
         max_tokens: int,
         stop: Sequence[str],
         form: Form | None = None,
+        pictures: Sequence[SentPicture] = (),
     ) -> Completion:
         """Have an engine answer. The run's sampling parameters apply. Errors end the run.
 
-        Raises RequestRefused if the engine cannot keep to the form.
+        `pictures`: the ones that the tokens have placeholders for, in their order.
+
+        Raises RequestRefused if the engine cannot keep to the form, or takes fewer pictures.
         """
 
     async def read(

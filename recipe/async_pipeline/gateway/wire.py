@@ -16,6 +16,7 @@ import msgspec
 
 from ..errors import RequestRefused
 from .conversation import Message, check_depth
+from .pictures import PICTURES, picture_of
 from .turns import Ask, Form, Reply
 
 T = TypeVar("T")
@@ -216,6 +217,24 @@ def text_of(content: Any, kinds: Sequence[str] = ("text",)) -> str:
             raise RequestRefused(f"content must be text, got a part of type {found!r}")
         texts.append(str(part.get("text", "")))
     return "".join(texts)
+
+
+def content_of(content: Any, kinds: Sequence[str] = ("text",)) -> str | list[dict[str, Any]]:
+    """Return content as one text, or as parts for a chat template if it has pictures.
+
+    Raises RequestRefused for other parts, and for a picture whose file is not in the request.
+    """
+    parts: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, Mapping) and part.get("type") in PICTURES:
+            parts.append({"type": "image", "image": picture_of(part)})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += text_of([part], kinds)
+        else:
+            parts.append({"type": "text", "text": text_of([part] if part is not None else None, kinds)})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return parts[0]["text"] if parts else ""
 
 
 def tool_of(name: Any, description: Any, parameters: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..wire import (
     Parameters,
     Read,
     checked,
+    content_of,
     decoded,
     event,
     form_of,
@@ -179,7 +180,7 @@ def _messages(one: _Message) -> Iterator[Message]:
     for block in one.content:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_result":
-            content = text_of(block.get("content"))
+            content = content_of(block.get("content"))
             yield {"role": "tool", "content": content, "tool_call_id": str(block.get("tool_use_id", ""))}
         elif kind == "tool_use":
             given = block.get("input") or {}
@@ -190,7 +191,8 @@ def _messages(one: _Message) -> Iterator[Message]:
         elif kind not in REASONING:
             texts.append(block)
     if texts or calls or not one.content:
-        message: Message = {"role": one.role, "content": text_of(texts)}
+        read = content_of if one.role == "user" else text_of
+        message: Message = {"role": one.role, "content": read(texts)}
         yield {**message, "tool_calls": calls} if calls else message
 
 

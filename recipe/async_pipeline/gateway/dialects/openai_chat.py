@@ -19,6 +19,7 @@ from ..wire import (
     Read,
     arguments_of,
     checked,
+    content_of,
     decoded,
     event,
     form_of,
@@ -69,6 +70,8 @@ PARAMETERS = Parameters(
     of_tools=("type", "function", "name", "description", "parameters", "arguments"),
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SEEING = ("user", "tool")
+"""Roles whose messages may have pictures."""
 
 
 class _Function(msgspec.Struct):
@@ -203,7 +206,7 @@ def _message(one: _Message) -> Message:
         raise RequestRefused(f"role must be one of {', '.join(ROLES)}, got {one.role!r}")
     message: Message = {
         "role": "system" if one.role == "developer" else one.role,
-        "content": text_of(one.content, ("text", "refusal")),
+        "content": (content_of if one.role in SEEING else text_of)(one.content, ("text", "refusal")),
     }
     if one.tool_calls:
         message["tool_calls"] = [

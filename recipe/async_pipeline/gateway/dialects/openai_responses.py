@@ -17,6 +17,7 @@ from ..wire import (
     Parameters,
     Read,
     checked,
+    content_of,
     decoded,
     event,
     form_of,
@@ -190,13 +191,14 @@ def _append(messages: list[Message], items: list[dict[str, Any]]) -> None:
 
         said = None
         if kind in OUTPUTS:
-            content, call_id = text_of(item.get("output"), TEXTS), item.get("call_id") or item.get("id", "")
-            messages.append({"role": "tool", "content": content, "tool_call_id": str(call_id)})
+            content, call_id = item.get("output"), item.get("call_id") or item.get("id", "")
+            result = {"role": "tool", "content": content_of(content, TEXTS), "tool_call_id": str(call_id)}
+            messages.append(result)
         elif kind == "message":
             role = item.get("role")
             if role not in ("user", "assistant", "system", "developer"):
                 raise RequestRefused(f"role must be user, assistant, system or developer, got {role!r}")
-            content = text_of(item.get("content"), TEXTS)
+            content = (content_of if role == "user" else text_of)(item.get("content"), TEXTS)
             message = {"role": "system" if role == "developer" else role, "content": content}
             messages.append(message)
             said = message if role == "assistant" else None

@@ -25,6 +25,7 @@ from ...core.lag.token_spans import spans_of
 from ...errors import ConfigError
 from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said
+from ...gateway.pictures import SentPicture
 from ...gateway.registry import Sessions
 from ...gateway.sessions import Session, SessionLimits
 from ...gateway.turns import Form
@@ -107,6 +108,7 @@ class BytePolicy:
         max_tokens: int,
         stop: Sequence[str],
         form: Form | None = None,
+        pictures: Sequence[SentPicture] = (),
     ) -> Completion:
         self.prompts.append(list(token_ids))
         await asyncio.sleep(ENGINE_S)

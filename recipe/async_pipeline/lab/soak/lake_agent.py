@@ -30,7 +30,7 @@ RETRY = "retry"
 """The mood in which requests are sent again."""
 LIMIT_S, GIVE_UP_S = 600.0, 0.1
 """Seconds for an answer, and for one that is given up."""
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 class PolicyChat:

@@ -52,9 +52,15 @@ def _close(part: dict[str, Any]) -> dict[str, Any]:
 
 def _open(part: dict[str, Any]) -> dict[str, Any]:
     if part.get("type") == "image" and part.get("bytes") and "image" not in part:
-        part["image"] = Image.open(io.BytesIO(part["bytes"]))
-        part["image"].load()
+        part["image"] = decoded(part["bytes"])
     return part
+
+
+def decoded(file: bytes) -> Image.Image:
+    """Return the picture of a file. Raises what Pillow raises if it cannot decode it."""
+    picture = Image.open(io.BytesIO(file))
+    picture.load()
+    return picture
 
 
 def _changed(row: PromptRow, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:

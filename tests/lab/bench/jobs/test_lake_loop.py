@@ -37,7 +37,7 @@ class Policy:
         self.tokenizer, self.turns = tokenizer, 0
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any]
+        self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any], image_data: None
     ) -> Any:
         self.turns += 1
         tokens = [*self.tokenizer.encode("U", add_special_tokens=False), self.tokenizer.eos_token_id]

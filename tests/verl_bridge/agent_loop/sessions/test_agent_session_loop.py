@@ -69,7 +69,7 @@ class Engine:
         self.params: list[Mapping[str, Any]] = []
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any]
+        self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any], image_data: None
     ) -> Any:
         self.calls += 1
         self.params.append(sampling_params)

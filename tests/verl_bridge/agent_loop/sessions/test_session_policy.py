@@ -9,14 +9,25 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
+from recipe.async_pipeline.agents.observations import png
 from recipe.async_pipeline.errors import RequestRefused
+from recipe.async_pipeline.gateway.pictures import SentPicture
 from recipe.async_pipeline.gateway.turns import CannotAppend, Form
+from recipe.async_pipeline.lab.tasks.look_task.look_model import (
+    IMAGE,
+    VISION_END,
+    VISION_START,
+    make_processor,
+)
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from tests.fakes.model_families import FAMILIES, tokenizer_of
 
 pytestmark = pytest.mark.real_engine
-TOKENIZER = make_tokenizer()
+TOKENIZER, PROCESSOR = make_tokenizer(), make_processor()
 EOS = int(TOKENIZER.eos_token_id)
 TOOL = {
     "type": "function",
@@ -46,18 +57,32 @@ def policy_of(
     tokenizer: Any = TOKENIZER,
     parser: str = "hermes",
     client: Client | None = None,
+    sees: bool = False,
     **params: Any,
 ) -> Any:
     from omegaconf import OmegaConf
     from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-    config = {"actor_rollout_ref": {"model": {"path": path or None}}}
-    loop = SimpleNamespace(
-        config=OmegaConf.create(config),
+    rollout = OmegaConf.create({"prompt_length": 64, "response_length": 64, "limit_images": 2})
+    config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": path or None}, "rollout": rollout}})
+    loop: Any = SimpleNamespace(
+        config=config,
+        rollout_config=rollout,
         continuous_token_builder=builder or create_continuous_token_builder(tokenizer, hf_model_type="qwen2"),
         tokenizer=tokenizer,
+        processor=None,
         server_manager=client or Client(tokens or []),
     )
+    if sees:
+        loop = SingleTurnAgentLoop(
+            trainer_config=SimpleNamespace(config=config),
+            server_manager=loop.server_manager,
+            tokenizer=PROCESSOR.tokenizer,
+            processor=PROCESSOR,
+            dataset_cls=RLHFDataset,
+            data_config=SimpleNamespace(config=OmegaConf.create({})),
+            hf_model_type="qwen2_5_vl",
+        )
     return module.SessionPolicy(loop, params, parser)
 
 
@@ -128,7 +153,46 @@ def test_an_answer_is_whole_with_its_end_token(module: ModuleType) -> None:
         "request_id": "r",
         "prompt_ids": [5],
         "sampling_params": {"stop_token_ids": [7], "max_tokens": 9, "stop": ["STOP"]},
+        "image_data": None,
     }
+
+
+async def test_pictures_have_placeholders_and_reach_the_engine(module: ModuleType) -> None:
+    client, red, blue = Client([EOS]), SentPicture(drawn("red")), SentPicture(drawn("blue"))
+    policy = policy_of(module, client=client, sees=True)
+    shown = {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image", "image": red}]}
+    first = await policy.begin([shown], [])
+    said = [*first, *encoded("a"), EOS]
+    new = {"role": "user", "content": [{"type": "image", "image": blue}, {"type": "text", "text": "r"}]}
+    more, kept = await policy.append([shown, {"role": "assistant", "content": "a"}], [new], said, [])
+    await policy.generate("r", more, 9, [], None, [red, blue])
+
+    picture = PROCESSOR.tokenizer.encode(VISION_START + 4 * IMAGE + VISION_END, add_special_tokens=False)
+    assert first == [*encoded("q"), *picture]
+    assert more == [*said, *encoded("\n"), *picture, *encoded("r")] and kept == len(said)
+    assert [one.getpixel((0, 0)) for one in client.asked["image_data"]] == [(255, 0, 0), (0, 0, 255)]
+    with pytest.raises(RequestRefused, match="has 3 pictures, and rollout.limit_images is 2") as refused:
+        await policy.generate("r", more, 9, [], None, [red, blue, red])
+    assert refused.value.end == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("sees", "file", "why"),
+    [
+        (True, b"none", "the picture cannot be shown to the policy: UnidentifiedImageError"),
+        (False, b"", "content must be text: the policy reads no pictures"),
+    ],
+)
+async def test_a_picture_that_cannot_be_shown_is_refused(
+    module: ModuleType, sees: bool, file: bytes, why: str
+) -> None:
+    shown = {"role": "user", "content": [{"type": "image", "image": SentPicture(file)}]}
+    with pytest.raises(RequestRefused, match=why):
+        await policy_of(module, sees=sees).begin([shown], [])
+
+
+def drawn(colour: str) -> bytes:
+    return png(Image.new("RGB", (56, 56), colour))
 
 
 def test_an_answer_is_whole_at_any_token_at_which_the_engine_stops(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
@@ -26,7 +25,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from ....agents.env_pool import EnvironmentPool, Game, PoolLimits
@@ -36,7 +34,7 @@ from ....agents.observations import Observation
 from ....errors import ConfigError, EnvironmentFailed
 from ....gateway.conversation import Message
 from ...launch.run_config import knobs_of
-from ..prompt_pictures import has_media
+from ..prompt_pictures import decoded, has_media
 from ..row_place import place_of
 from ..tokens.model_tokens import tokens_of, turn_ends
 from .episode import END, NOTED, WHY, current_attempt
@@ -319,12 +317,10 @@ def content_of(observation: Observation, call: str) -> Content:
             parts.append({"type": "text", "text": one})
             continue
         try:
-            picture = Image.open(io.BytesIO(one))
-            picture.load()
+            parts.append({"type": "image", "image": decoded(one)})
         except Exception as error:  # Pillow raises many kinds for a damaged file
             why = f"{call}: a picture of the observation cannot be decoded: {type(error).__name__}: {error}"
             raise EnvironmentFailed(why) from error
-        parts.append({"type": "image", "image": picture})
     return parts
 
 

@@ -256,7 +256,7 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
             "tool_calls": max(0.0, seconds - policy.generate_s),
             "num_preempted": -1,
         }
-        outputs = [output_of(one, spent, rewarded) for one in rows]
+        outputs = [output_of(one, spent, rewarded, policy.shown(one.pictures)) for one in rows]
         outputs[-1].reward_score = sum(one for _, one in rewarded) if rewarded else reward
         outputs[-1].extra_fields.update(
             {
@@ -356,7 +356,10 @@ def task_of(row: Mapping[str, Any], run_seed: int) -> Task:
 
 
 def output_of(
-    row: ChainRow, spent: Mapping[str, Any], rewarded: Sequence[tuple[int, float]] = ()
+    row: ChainRow,
+    spent: Mapping[str, Any],
+    rewarded: Sequence[tuple[int, float]] = (),
+    pictures: Sequence[Any] = (),
 ) -> AgentLoopOutput:
     """Return one conversation for verl. `rewarded`: position and reward of each turn that has one."""
     made = partial(RewardedTurns, turn_rewards=list(rewarded)) if rewarded else AgentLoopOutput
@@ -365,6 +368,7 @@ def output_of(
         response_ids=row.response_ids,
         response_mask=row.mask,
         response_logprobs=row.log_probs,
+        multi_modal_data={"images": [*pictures]} if pictures else None,
         num_turns=2 * row.answers,
         metrics=dict(spent),
         extra_fields={

@@ -18,11 +18,13 @@ from ....core.lag.token_spans import spans_of
 from ....errors import RequestRefused
 from ....gateway.chains import Completion
 from ....gateway.conversation import Message, Said, ToolCall, tool_call
+from ....gateway.pictures import SentPicture, pictures_of, with_pictures
 from ....gateway.turns import CannotAppend, Form
 from ....gateway.wire import arguments_of
 from ....weight_sync.engine.versioned_engine import FORM
 from ...calls.ray_calls import cause_of
 from ...rollout.client import refuses_request
+from ..prompt_pictures import decoded
 from ..tokens.model_tokens import tokens_of, turn_ends
 from ..tokens.prompt_tokens import SHORT_BYTES
 from .reasoning import THINK, Reasoning, has_think_tags, reasoning_of
@@ -42,6 +44,9 @@ class SessionPolicy:
         """
         self._builder, self._tokenizer = loop.continuous_token_builder, loop.tokenizer
         self._client, self._sampling = loop.server_manager, dict(sampling_params)
+        self._loop, self._limit_images = loop, loop.rollout_config.get("limit_images")
+        self._shown: dict[SentPicture, Any] = {}
+        """Pictures of the session, in the size in which the model sees them."""
         self._format = tool_parser
         self._parser = (
             None if tool_parser is None else ToolParser.get_tool_parser(tool_parser, self._tokenizer)
@@ -59,8 +64,12 @@ class SessionPolicy:
     async def begin(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the tokens of a whole request. Raises RequestRefused if the chat template refuses it."""
         refused: Exception | None = None
-        for given in (list(messages), _with_json(messages)):
-            render = partial(self._builder.build_initial_tokens, given, tools=list(tools) or None)
+        seen = await self._seen(messages)
+        pictures = self.shown(pictures_of(messages)) or None
+        for given in (seen, _with_json(seen)):
+            render = partial(
+                self._builder.build_initial_tokens, given, tools=list(tools) or None, images=pictures
+            )
             try:
                 tokens: list[int] = await _run(render, messages)
                 return list(tokens)
@@ -77,7 +86,8 @@ class SessionPolicy:
         self, previous: Sequence[Message], new: Sequence[Message], token_ids: Sequence[int], tools: Tools
     ) -> tuple[list[int], int]:
         """Return the tokens with new messages, and how many were kept. Raises CannotAppend."""
-        before, closed = list(previous), list(token_ids)
+        before, closed = await self._seen(previous), list(token_ids)
+        new = await self._seen(new)
         try:
             if closed[-1] not in self._ends and closed[-1:] != self._closing[:1]:
                 closed += self._closing
@@ -93,6 +103,34 @@ class SessionPolicy:
             raise CannotAppend(str(error)) from error
         kept = min(len(token_ids), len(closed) - merged.removed_prefix_token_count)
         return list(merged.token_ids), kept
+
+    async def _seen(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with decoded pictures, for a chat template.
+
+        Raises RequestRefused if the model reads text only, or a picture cannot be decoded.
+        """
+        pictures = pictures_of(messages)
+        if not pictures:
+            return list(messages)
+        for picture in pictures:
+            if picture not in self._shown:
+                self._shown[picture] = await self._decoded(picture)
+        return with_pictures(messages, self._shown)
+
+    async def _decoded(self, picture: SentPicture) -> Any:
+        if self._loop.processor is None or not self._builder.supports_multimodal():
+            raise RequestRefused("content must be text: the policy reads no pictures")
+        try:
+            part = {"type": "image", "image": await asyncio.to_thread(decoded, picture.data)}
+            found = await self._loop.process_multi_modal_info([{"role": "user", "content": [part]}])
+        except Exception as error:  # Pillow raises many kinds for a damaged file
+            why = f"{type(error).__name__}: {error}"
+            raise RequestRefused(f"the picture cannot be shown to the policy: {why}"[:300]) from error
+        return found["images"][0]
+
+    def shown(self, pictures: Sequence[SentPicture]) -> list[Any]:
+        """Return pictures of the session as the engine and the trainer get them."""
+        return [self._shown[picture] for picture in pictures]
 
     @cached_property
     def _closing(self) -> list[int]:
@@ -122,8 +160,15 @@ class SessionPolicy:
         max_tokens: int,
         stop: Sequence[str],
         form: Form | None = None,
+        pictures: Sequence[SentPicture] = (),
     ) -> Completion:
         """Have an engine answer. Raises RequestRefused if it refuses, and what the rollout client raises."""
+        if self._limit_images and len(pictures) > self._limit_images:
+            raise RequestRefused(
+                f"the conversation has {len(pictures)} pictures, and rollout.limit_images is "
+                f"{self._limit_images}",
+                end="tokens",
+            )
         params = {**self._sampling, "max_tokens": max_tokens}
         if form is not None:
             params[FORM] = structured(form, self._format)
@@ -132,7 +177,10 @@ class SessionPolicy:
         started = time.perf_counter()
         try:
             output = await self._client.generate(
-                request_id=request_id, prompt_ids=list(token_ids), sampling_params=params
+                request_id=request_id,
+                prompt_ids=list(token_ids),
+                sampling_params=params,
+                image_data=self.shown(pictures) or None,
             )
         except Exception as error:
             if not refuses_request(error):
@@ -166,7 +214,8 @@ class SessionPolicy:
 
 async def _run(call: Callable[[], T], messages: Sequence[Message]) -> T:
     """Tokenize short messages here, which takes less time than a thread takes to start."""
-    if sum(len(str(message.get("content") or "")) for message in messages) <= SHORT_BYTES:
+    contents = [message.get("content") or "" for message in messages]
+    if all(isinstance(one, str) for one in contents) and sum(map(len, contents)) <= SHORT_BYTES:
         return call()
     return await asyncio.get_running_loop().run_in_executor(None, call)
 
