@@ -61,6 +61,12 @@ def look_task() -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen3_vl_task() -> Path:
+    """Return the directory of the same task for a Qwen3-VL."""
+    return make_task("--task", "look", "--model", "qwen3-vl")
+
+
+@pytest.fixture(scope="session")
 def words_task() -> Path:
     """Return the directory of a task with a pretrained model of 135 million parameters."""
     if find_spec(PACKAGE) is None:

@@ -110,6 +110,26 @@ def test_an_engine_of_another_package_publishes_whole_tensors(tied_task: Path, t
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_qwen3_vl_is_trained_as_it_is_served(qwen3_vl_task: Path, tmp_path: Path, engine: str) -> None:
+    job = run_job(
+        smoke_command(
+            *LOOK,
+            f"actor_rollout_ref.rollout.name={engine}",
+            "async_strategy=fully_async",
+            "trainer.total_training_steps=6",
+            f"trainer.v1.async_pipeline.run_dir={tmp_path / 'run'}",
+        ),
+        tmp_path / "run",
+        qwen3_vl_task,
+    )
+    check_clean_end(job, "fully_async", 3, 6)
+    check_events(job)
+    drift = [row["data"].get("async_pipeline/drift/max") for row in job.metrics()]
+    assert max(one for one in drift if one is not None) < 1e-3
+
+
+@pytest.mark.nightly
 def test_pictures_of_every_kind_cost_their_prompts_at_most(look_task: Path, tmp_path: Path) -> None:
     """Several sizes, none and two in a prompt are trained, by two ranks of which one may have none; what is
     broken, cut off, too long, too large or too much is not, and its fate says why.

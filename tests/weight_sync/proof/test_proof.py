@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.engine.engine_adapter import Conversion, Delivered
+from recipe.async_pipeline.weight_sync.engine.engine_adapter import Conversion, Delivered, Expected
 from recipe.async_pipeline.weight_sync.memory.manifest import VALUES_PER_TENSOR, Manifest, TensorEntry
 from recipe.async_pipeline.weight_sync.proof.element_map import ElementMap, Piece, View
 from recipe.async_pipeline.weight_sync.proof.proof import (
@@ -84,6 +84,30 @@ def test_a_served_tensor_may_be_a_view_of_another_layout() -> None:
     prove(manifest(weights), served_as({**weights, EMBED: transposed}))
     places = np.array([0, 90, 91])
     assert torch.equal(values_at(transposed, places), flat[[100, 190, 191]])
+
+
+def tied(*, explained: bool, other: bool = False) -> Delivered:
+    """An engine that loads both names of a tied weight. `other`: the second one into fewer of its rows."""
+    weight = two()[EMBED]
+    piece = Piece(View.whole(weight.shape), EMBED, View.whole(weight.shape))
+    part = Piece(View(0, (80, 16), (16, 1)), EMBED, View(0, (80, 16), (16, 1)))
+    elements = ElementMap({EMBED: (part if other else piece,), HEAD: (piece,)})
+
+    def expected(entry: TensorEntry) -> Expected | None:
+        return Expected((piece,)) if explained and entry.name == HEAD else None
+
+    return Delivered({EMBED: weight}, elements, expected)
+
+
+def test_tied_weights_may_be_loaded_by_both_names_if_the_tables_explain_one() -> None:
+    weights = {EMBED: two()[EMBED], HEAD: two()[EMBED]}
+    assert prove(manifest(weights), tied(explained=True)) == 2
+    with pytest.raises(ProofError, match=f"{EMBED} is served with an element that was loaded twice"):
+        prove(manifest(weights), tied(explained=False))
+    with pytest.raises(ProofError, match=EMBED):
+        prove(manifest(weights), tied(explained=True, other=True))
+    with pytest.raises(ProofError, match=f"{EMBED} is served with values other than the published"):
+        prove(manifest({**weights, EMBED: two()[EMBED] + 1}), tied(explained=True))
 
 
 # What is wrong does not.

@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from recipe.async_pipeline.console import echo
 from recipe.async_pipeline.errors import ConfigError
@@ -16,7 +17,7 @@ from recipe.async_pipeline.lab.tasks.build import Spec, ToySpec, ensure_toy
 from recipe.async_pipeline.lab.tasks.model import ModelSpec
 
 DEFAULT_ROOT = Path(".cache") / "toy"
-MODELS = {"addition": ("dense", "moe"), "words": ("smollm2",)}
+MODELS = {"addition": ("dense", "moe"), "look": ("qwen2.5-vl", "qwen3-vl"), "words": ("smollm2",)}
 """The models of a task; any other task has a dense one."""
 
 
@@ -42,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     make.add_argument(
         "--model",
-        choices=("dense", "moe", "smollm2"),
-        help="for addition: a dense model (default), or a mixture of experts; for words: smollm2",
+        choices=("dense", "moe", "qwen2.5-vl", "qwen3-vl", "smollm2"),
+        help="for addition: dense (default) or moe, a mixture of experts; for look: qwen2.5-vl (default) or "
+        "qwen3-vl; for words: smollm2",
     )
     make.add_argument(
         "--family",
@@ -100,7 +102,7 @@ def _spec_of(args: argparse.Namespace) -> Spec:
 
         return ImageSpec(seed=args.seed, model=FluxModelSpec() if args.family == "flux" else ImageModelSpec())
     if args.task == "look":
-        return _look(args.seed)
+        return _look(args.seed, args.model)
     if args.task == "words":
         from recipe.async_pipeline.lab.tasks.words_task.words_build import WordsSpec
 
@@ -108,11 +110,12 @@ def _spec_of(args: argparse.Namespace) -> Spec:
     return ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe")
 
 
-def _look(seed: int) -> Spec:
+def _look(seed: int, family: Any) -> Spec:
     if find_spec("torchvision") is None:
         raise ConfigError(
             "--task look requires torchvision; install the release for your torch, as setup.sh does"
         )
     from recipe.async_pipeline.lab.tasks.look_task.look_build import LookSpec
+    from recipe.async_pipeline.lab.tasks.look_task.look_model import LookModelSpec
 
-    return LookSpec(seed=seed)
+    return LookSpec(seed=seed, model=LookModelSpec(family=family or "qwen2.5-vl"))

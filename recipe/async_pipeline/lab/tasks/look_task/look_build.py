@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from recipe.async_pipeline.lab.tasks.build import Spec, save_model
 from recipe.async_pipeline.lab.tasks.data import write_rows
@@ -34,7 +34,7 @@ class LookSpec(Spec):
     @property
     def label(self) -> str:
         """Return the model's family."""
-        return "qwen2.5-vl"
+        return self.model.family
 
     def fill(self, work: Path, report: Callable[[str], None]) -> float:
         """Make data, processor and warmed-up model in `work`; the weights are saved in bf16.
@@ -44,8 +44,8 @@ class LookSpec(Spec):
         pictures = self.task.pictures(self.seed)
         for split_name, of_split in zip(("train", "val"), pictures, strict=True):
             write_rows(look_rows(of_split, split_name), work / f"{split_name}.parquet")
-        processor = make_processor()
-        model = make_look_model(self.model, processor.tokenizer, self.seed)
+        processor = make_processor(self.model.family)
+        model: Any = make_look_model(self.model, processor.tokenizer, self.seed)
         warmup = LookWarmup(pictures, processor, model, self.warmup, seed=self.seed, report=report)
         success = warmup.run()
         report(

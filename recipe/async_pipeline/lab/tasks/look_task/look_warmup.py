@@ -12,7 +12,6 @@ from recipe.async_pipeline.lab.tasks.warmup import IGNORED, TwoPhases, WarmupSpe
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Qwen2_5_VLProcessor
 
 LOOK_WARMUP = WarmupSpec(taught_accuracy=0.7, max_taught_steps=2000, slip_rate=0.5, num_checked=128)
 """Lengths and rates for the default pictures."""
@@ -24,7 +23,7 @@ class LookWarmup(TwoPhases):
     def __init__(
         self,
         pictures: tuple[Sequence[Look], Sequence[Look]],
-        processor: Qwen2_5_VLProcessor,
+        processor: Any,
         model: Any,
         spec: WarmupSpec,
         **settings: Any,
