@@ -27,8 +27,6 @@ FOLDER, LOSS = "ASYNC_PIPELINE_LOG_PROBS", "probed"
 """As in `probed_loss`, which imports verl."""
 TOLERANCE = 1e-5
 TWO_ENGINES = 1e-4
-MANY = 1e-4
-"""Of figures over 135 million parameters, such as the norm of their gradient."""
 MEGATRON = "training_engine=megatron"
 NORMALIZED = "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_device_do_normalize=False"
 """With verl alone, vLLM would scale pixels by numbers that it drew at random."""
@@ -180,14 +178,14 @@ def _gaps(one: Rows, other: Rows) -> list[float]:
     return [abs(a - b) for mine, its in zip(one, other, strict=True) for a, b in zip(mine, its, strict=True)]
 
 
-def assert_equal(one: Outcome, other: Outcome, tolerance: float = TOLERANCE) -> None:
+def assert_equal(one: Outcome, other: Outcome) -> None:
     assert len(one.metrics) == len(other.metrics) == STEPS
     for step, (ours, theirs) in enumerate(zip(one.answers, other.answers, strict=True), start=1):
         assert ours == theirs, f"answers of step {step}"
     for ours_rows, theirs_rows in zip(one.log_probs, other.log_probs, strict=True):
         assert_same_log_probs(ours_rows, theirs_rows)
     for ours_m, theirs_m in zip(one.metrics, other.metrics, strict=True):
-        assert ours_m == pytest.approx(theirs_m, abs=tolerance, rel=tolerance)
+        assert ours_m == pytest.approx(theirs_m, abs=TOLERANCE, rel=TOLERANCE)
     assert_same_weights(one.weights, other.weights)
 
 
@@ -208,7 +206,11 @@ def test_with_pictures_on_policy_is_verls_own_sync_trainer(run_seeing: Run) -> N
 @pytest.mark.nightly
 def test_with_a_pretrained_model_on_policy_is_verls_own_sync_trainer(run_pretrained: Run) -> None:
     gentle = (*WORDS, "actor_rollout_ref.actor.optim.lr=1.0e-5")
-    assert_equal(run_pretrained("on_policy", *gentle), run_pretrained("verl", *gentle), MANY)
+    ours, theirs = run_pretrained("on_policy", *gentle), run_pretrained("verl", *gentle)
+    # 135 million squares are added in another order.
+    norms = [[step.pop("actor/grad_norm") for step in one.metrics] for one in (ours, theirs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.nightly

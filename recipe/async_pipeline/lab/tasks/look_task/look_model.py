@@ -15,7 +15,7 @@ from recipe.async_pipeline.lab.tasks.tokenizer import VOCAB_SIZE, make_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
-Family = Literal["qwen2.5-vl", "qwen3-vl"]
+VisionFamily = Literal["qwen2.5-vl", "qwen3-vl"]
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 VISION_TOKENS = (VISION_START, VISION_END, IMAGE, VIDEO)
@@ -50,11 +50,11 @@ class VisionSpec:
 class LookModelSpec(ModelSpec):
     """Shape of a policy that reads pictures."""
 
-    family: Family = "qwen2.5-vl"
+    family: VisionFamily = "qwen2.5-vl"
     vision: VisionSpec = field(default_factory=VisionSpec)
 
 
-def make_processor(family: Family = "qwen2.5-vl") -> ProcessorMixin:
+def make_processor(family: VisionFamily = "qwen2.5-vl") -> ProcessorMixin:
     """Return the tokenizer with the tokens of pictures, and the processor of images around it."""
     from transformers import (
         Qwen2_5_VLProcessor,
