@@ -107,8 +107,8 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
             "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look or words, "
             "got 'chess'",
         ),
-        (["--model"], "--model must be dense or moe, got"),
-        (["--task", "addition", "--model", "sparse"], "--model must be dense or moe, got 'sparse'"),
+        (["--model"], "--model must be dense or moe, or qwen2.5-vl or qwen3-vl for look, got"),
+        (["--task", "addition", "--model", "sparse"], "or qwen2.5-vl or qwen3-vl for look, got 'sparse'"),
     ],
 )
 def test_the_smoke_script_refuses_what_it_does_not_have(words: list[str], error: str) -> None:

@@ -132,9 +132,10 @@ def test_a_custom_class_has_the_methods(rooms: None, tmp_path: Path, was: str, n
 
 
 def test_the_arguments_of_built_in_environments() -> None:
-    own = ("size", "frozen", "slippery", "success_rate", "reward_schedule", "invalid", "invalid_reward")
-    assert built_in_arguments("frozen_lake") == own
-    assert built_in_arguments("CliffWalking-v1") == ("invalid", "invalid_reward")
+    own = ("size", "frozen", "slippery", "pictures", "success_rate", "reward_schedule")
+    of_any = ("invalid", "invalid_reward")
+    assert built_in_arguments("frozen_lake") == own + of_any
+    assert built_in_arguments("CliffWalking-v1") == ("pictures", *of_any)
 
 
 class TestOfGymnasium:
@@ -150,6 +151,7 @@ class TestOfGymnasium:
             ("frozen_lake", {"size": 5, "slippery": True, "invalid": "continue"}),
             ("CliffWalking-v1", {"is_slippery": True, "invalid_reward": -1.0}),
             ("CliffWalking", {}),
+            ("frozen_lake", {"pictures": True}),
             ("frozen_lake", {"success_rate": 0.5, "reward_schedule": [2, 0, 0], "frozen": 1}),
         ],
     )
