@@ -142,12 +142,10 @@ class Queue:
     def init(self) -> None:
         """Do nothing: it is there."""
 
-    def get_client(self) -> Any:
-        return self
-
-    def kv_retrieve_meta(self, *, keys: list[str], partition_id: str) -> Any:
+    def indexes_of(self, keys: list[str], partition: str) -> list[int | None]:
+        """Answer as the controller does."""
         known = [*self.rows]
-        return SimpleNamespace(global_indexes=[known.index(key) for key in keys if key in self.rows])
+        return [known.index(key) if key in self.rows else None for key in keys]
 
     def kv_batch_put(self, *, keys: list[str], partition_id: str, fields: Any, tags: Any = None) -> None:
         for name in fields.keys():
@@ -181,15 +179,15 @@ def start(store: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Start:
         size = {"total_storage_size": 1000, "num_data_storage_units": number}
         units = [store.PipelineSimpleStorageUnit(size) for _ in range(number)]
         made = Queue(units)
-        act_here(store, monkeypatch, units)
+        act_here(store, monkeypatch, units, made)
         monkeypatch.setattr(store, "tq", made)
         return made
 
     return make
 
 
-def act_here(store: ModuleType, monkeypatch: pytest.MonkeyPatch, units: list[Any]) -> None:
-    """Have storage units of this process stand for Ray's actors."""
+def act_here(store: ModuleType, monkeypatch: pytest.MonkeyPatch, units: list[Any], controller: Any) -> None:
+    """Have storage units and a controller of this process stand for Ray's actors."""
 
     class Remote:
         """Calls in this process; the result stands for its reference."""
@@ -203,7 +201,9 @@ def act_here(store: ModuleType, monkeypatch: pytest.MonkeyPatch, units: list[Any
 
             return call() if self._waits else self._method(*args)
 
-    def get_actor(name: str) -> Any:
+    def get_actor(name: str, namespace: str | None = None) -> Any:
+        if (name, namespace) == store.CONTROLLER:
+            return SimpleNamespace(indexes_of=Remote(controller.indexes_of, waits=False))
         rank = int(name.removeprefix("TransferQueueStorageUnit#"))
         if rank >= len(units):
             raise ValueError(f"no actor {name}")
@@ -231,7 +231,7 @@ def start_transfer_queue(load: Load, store: ModuleType, monkeypatch: pytest.Monk
     client.initialize_storage_manager("SimpleStorage", config)
     monkeypatch.setattr(interface, "_TQ_CLIENT", client)
     monkeypatch.setattr(store.tq, "init", lambda: None)
-    act_here(store, monkeypatch, units)
+    act_here(store, monkeypatch, units, controller)
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ from ..calls.ray_calls import ASK_S, got
 from .sample_columns import SampleColumns
 from .sample_grouping import joinable
 
+CONTROLLER = ("TransferQueueController", "transfer_queue")
+"""TransferQueue's name and namespace of its controller."""
 KEYS_A_CALL = 256
 """Samples per call to the sample store."""
 MASK, MASK_AS_STORED = "response_mask", "loss_mask"
@@ -108,6 +110,11 @@ class PipelineTransferQueueController(_StockController):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         replaced.apply("sample store controller")
         super().__init__(*args, **kwargs)
+
+    def indexes_of(self, keys: list[str], partition: str) -> list[int | None]:
+        """Return the numbers by which storage units know rows, without the rest of their description."""
+        found = self._get_partition(partition)
+        return [None] * len(keys) if found is None else found.kv_retrieve_indexes(keys)
 
 
 def remove_samples(column: Any, indexes: Sequence[int]) -> None:
@@ -239,13 +246,12 @@ def _wanted(groups: Iterable[Group]) -> dict[tuple[tuple[str, str], ...], list[s
 
 def _indexes_of(keys: Sequence[str], partition: str) -> list[int]:
     """Return the numbers by which storage units know rows. Raises CheckpointError if a key has none."""
-    found: list[int] = []
-    for first in range(0, len(keys), KEYS_A_CALL):
-        some = list(keys[first : first + KEYS_A_CALL])
-        found += tq.get_client().kv_retrieve_meta(keys=some, partition_id=partition).global_indexes
-    if len(found) != len(keys):
-        raise CheckpointError(f"the sample store has {len(found)} of {len(keys)} rows of finished groups")
-    return found
+    asked = ray.get_actor(*CONTROLLER).indexes_of.remote(list(keys), partition)
+    (found,) = got([asked], ASK_S, owner="train", what="the sample store to find its rows")
+    known = [index for index in found if index is not None]
+    if len(known) != len(keys):
+        raise CheckpointError(f"the sample store has {len(known)} of {len(keys)} rows of finished groups")
+    return known
 
 
 def _restored(checkpoint: str, shards: Sequence[str], tags: Mapping[str, Any], partition: str) -> list[str]:
