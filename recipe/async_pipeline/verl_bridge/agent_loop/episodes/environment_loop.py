@@ -34,7 +34,7 @@ from ....agents.observations import Observation
 from ....errors import ConfigError, EnvironmentFailed
 from ....gateway.conversation import Message
 from ...launch.run_config import knobs_of
-from ..prompt_pictures import decoded, has_media
+from ..prompt_pictures import decoded, has_media, require_vision
 from ..row_place import place_of
 from ..tokens.model_tokens import tokens_of, turn_ends
 from .episode import END, NOTED, WHY, current_attempt
@@ -280,14 +280,11 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
     async def _pictures(self, messages: list[Message]) -> list[Any]:
         """Return the pictures of messages in the size in which the model sees them.
 
-        Raises ConfigError if the model reads text only.
+        Raises as `require_vision`.
         """
         if not has_media(messages):
             return []
-        if self.processor is None or not self.continuous_token_builder.supports_multimodal():
-            raise ConfigError(
-                "the environment shows pictures, but actor_rollout_ref.model.path reads text only"
-            )
+        require_vision(self)
         return list((await self.process_multi_modal_info(messages))["images"])
 
     def _is_whole(self, said: list[int], sampling_params: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
 from ....core.lag.token_spans import spans_of
-from ....errors import RequestRefused
+from ....errors import ConfigError, RequestRefused
 from ....gateway.chains import Completion
 from ....gateway.conversation import Message, Said, ToolCall, tool_call
 from ....gateway.pictures import SentPicture, pictures_of, with_pictures
@@ -24,7 +24,7 @@ from ....gateway.wire import arguments_of
 from ....weight_sync.engine.versioned_engine import FORM
 from ...calls.ray_calls import cause_of
 from ...rollout.client import refuses_request
-from ..prompt_pictures import decoded
+from ..prompt_pictures import decoded, require_vision
 from ..tokens.model_tokens import tokens_of, turn_ends
 from ..tokens.prompt_tokens import SHORT_BYTES
 from .reasoning import THINK, Reasoning, has_think_tags, reasoning_of
@@ -118,8 +118,10 @@ class SessionPolicy:
         return with_pictures(messages, self._shown)
 
     async def _decoded(self, picture: SentPicture) -> Any:
-        if self._loop.processor is None or not self._builder.supports_multimodal():
-            raise RequestRefused("content must be text: the policy reads no pictures")
+        try:
+            require_vision(self._loop)
+        except ConfigError as error:
+            raise RequestRefused(f"content must be text: {error}") from error
         try:
             part = {"type": "image", "image": await asyncio.to_thread(decoded, picture.data)}
             found = await self._loop.process_multi_modal_info([{"role": "user", "content": [part]}])
