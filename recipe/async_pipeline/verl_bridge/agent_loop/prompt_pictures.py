@@ -28,17 +28,9 @@ def has_media(messages: Any) -> bool:
 
 
 def require_vision(loop: Any) -> None:
-    """Raise ConfigError unless an agent loop's model reads pictures, and its engine each turn as written.
-
-    SGLang 0.5.12 decodes the tokens of a request with pictures and encodes the text again.
-    """
+    """Raise ConfigError unless an agent loop's model reads pictures."""
     if loop.processor is None or not loop.continuous_token_builder.supports_multimodal():
         raise ConfigError("an episode shows pictures, but actor_rollout_ref.model.path reads text only")
-    if loop.rollout_config.get("name") == "sglang":
-        raise ConfigError(
-            "an episode shows pictures, but actor_rollout_ref.rollout.name=sglang encodes the text of its "
-            "turns again; use vllm"
-        )
 
 
 def closed(row: PromptRow, *, decode: bool) -> dict[str, Any]:

@@ -197,15 +197,6 @@ def test_a_model_that_reads_text_gets_no_pictures(module: ModuleType) -> None:
         Table(module, spec=SHOWING).play(Policy())
 
 
-def test_an_engine_that_encodes_turns_again_gets_no_pictures(module: ModuleType) -> None:
-    table = Table(module, spec=SHOWING, sees=True)
-    table.config.actor_rollout_ref.rollout.name = "sglang"
-    with pytest.raises(
-        ConfigError, match="rollout.name=sglang encodes the text of its turns again; use vllm"
-    ):
-        table.play(Policy())
-
-
 def test_an_episode_needs_a_text_to_begin_with(module: ModuleType) -> None:
     table = Table(module)
     with pytest.raises(EnvironmentFailed, match="neither the prompt nor the first observation has a text"):

@@ -22,6 +22,7 @@ from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_n
 from . import lora, scheduler
 from .arguments import CORES, all_cores, cpu_arguments
 from .engine import serve_versions
+from .pictures import keep_tokens, placeholders
 
 
 def use_own_children(config: Any, run_scheduler: Callable[..., None]) -> None:
@@ -73,7 +74,11 @@ class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
         if self.lora_as_adapter:
             await self.tokenizer_manager.lora_registry.register(lora.served_reference())
         # verl's server of vLLM passes this option, the one of SGLang does not.
-        defaults = {"ignore_eos": bool(self.config.get("ignore_eos", False))}
+        defaults: dict[str, Any] = {"ignore_eos": bool(self.config.get("ignore_eos", False))}
+        processor = self.tokenizer_manager.mm_processor
+        if processor is not None:
+            keep_tokens(processor)
+            defaults["logit_bias"] = placeholders(processor)
         self._served = serve_versions(self.tokenizer_manager, TypeBasedDispatcher, defaults)
         self._versioned = self._served.versioned
         self.serve_control_calls()
