@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -133,3 +134,32 @@ def test_experts_with_a_bias_are_refused_on_the_cpu_only(
 def test_a_dense_model_may_have_biases_on_the_cpu(module: ModuleType, megatron: Smoke) -> None:
     changes = {f"{MEGATRON}.override_transformer_config": {"add_bias_linear": True}}
     module.check_megatron(megatron({**changes, "trainer.device": "cpu"}), critic=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "why"),
+    [
+        ("cpu", "qwen3_vl", "a model of text with Megatron on the CPU platform"),
+        (
+            "cuda",
+            "qwen2_5_vl",
+            "another model than Qwen2.5-VL, whose sizes Megatron-Bridge 0.3.1 does not find",
+        ),
+        ("cuda", "qwen3_vl", None),
+    ],
+)
+def test_models_of_pictures_that_the_bridge_cannot_make_are_refused(
+    module: ModuleType,
+    megatron: Smoke,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    kind: str,
+    why: str | None,
+) -> None:
+    described = {"model_type": kind, "vision_config": {}, "text_config": MODEL}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    releases = {"megatron-bridge": "0.3.1", "transformers": "5.10.4"}
+    monkeypatch.setattr(module, "version", releases.__getitem__)
+    with pytest.raises(ConfigError, match=f"model.path must be {why}") if why else nullcontext():
+        module.check_megatron(megatron({"trainer.device": device}), critic=False)

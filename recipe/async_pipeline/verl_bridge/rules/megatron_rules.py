@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def _check_engine(config: DictConfig, section: str, model: str) -> None:
         lambda: refuse(RULES, Settings(config, section=section)),
         lambda: _check_replay(config, section),
         lambda: _check_warm_up(config, section),
+        lambda: _check_pictures(config),
         lambda: _check_on_cpu(config, section, model) if config.trainer.device == "cpu" else None,
         lambda: _check_sizes(described_model(config), f"{section}.megatron", config),
     )
@@ -173,6 +175,25 @@ def _check_on_cpu(config: DictConfig, section: str, model: str) -> None:
         raise ConfigError(
             f"{MODEL}.path must be a model whose experts have no bias on the CPU platform, whose layers for "
             "experts have none; use another model, fsdp2, or a GPU"
+        )
+
+
+def _check_pictures(config: DictConfig) -> None:
+    """Raises ConfigError if Megatron-Bridge could not make a model that takes pictures."""
+    described = described_model(config)
+    if "vision_config" not in described:
+        return
+    if config.trainer.device == "cpu":
+        raise ConfigError(
+            f"{MODEL}.path must be a model of text with Megatron on the CPU platform, where Megatron-Bridge "
+            "makes no model that takes pictures; use fsdp2, or a GPU"
+        )
+    releases = [version(name) for name in ("megatron-bridge", "transformers")]
+    bridge, reader = (tuple(int(part) for part in one.split(".")[:2]) for one in releases)
+    if described.get("model_type") == "qwen2_5_vl" and bridge < (0, 4) and reader >= (5, 0):
+        raise ConfigError(
+            f"{MODEL}.path must be another model than Qwen2.5-VL, whose sizes Megatron-Bridge {releases[0]} "
+            f"does not find with transformers {releases[1]}; use fsdp2, Qwen3-VL or another release"
         )
 
 
