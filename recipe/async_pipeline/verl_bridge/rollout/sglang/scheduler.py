@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....processes import end_with_parent
+from ....weight_sync.memory.segment_names import name_segments_of_engine
 from ... import replaced
 from . import cpu_stubs, on_cpu
 from .calls import SchedulerCall, SchedulerFailure, SchedulerReply
@@ -19,6 +20,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """Run a scheduler until its process ends."""
     from sglang.srt.managers import scheduler
 
+    name_segments_of_engine()
     if on_cpu():
         cpu_stubs.without_pinning()
         cpu_stubs.angles_by_length()

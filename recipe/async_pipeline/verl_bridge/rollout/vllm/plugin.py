@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterable, Sequence
-from multiprocessing import shared_memory
 from typing import Any
 
-from ....weight_sync.memory.segment_names import OF_ENGINES, new_name
+from ....weight_sync.memory.segment_names import name_segments_of_engine
 from ... import replaced
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -34,8 +33,7 @@ def register() -> None:
     vLLM calls this before it builds an executor. No effect elsewhere.
     """
     if multiprocessing.parent_process() is not None:
-        # Ray kills a process together with the one that would unlink them: 700 MB for two ranks.
-        setattr(shared_memory, "_make_filename", lambda: f"/{new_name(OF_ENGINES)}")  # noqa: B010
+        name_segments_of_engine()
     if multiprocessing.current_process().name.startswith(CORE_NAMES):
         replaced.apply("vLLM's engine core")
 
