@@ -84,9 +84,9 @@ class SimulatedDevice:
         self.memory[storage._cdata] = storage
         self.indices[storage._cdata] = index
 
-    def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Return which device has a tensor, or None if it is in host memory."""
-        return self.indices.get(tensor.untyped_storage()._cdata)
+    def index_of(self, tensor: torch.Tensor | float) -> int | None:
+        """Return which device has a tensor, or None for one in host memory, or a number (of older torch)."""
+        return self.indices.get(tensor.untyped_storage()._cdata) if torch.is_tensor(tensor) else None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in the device's memory."""
