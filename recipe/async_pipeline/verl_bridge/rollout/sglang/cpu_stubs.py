@@ -16,7 +16,6 @@ import importlib.machinery
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -122,21 +121,12 @@ class _DumperWithoutMegatron(importlib.abc.MetaPathFinder):
         return spec
 
 
-STUBS: Mapping[str, Callable[[], None]] = {
-    "megatron": megatron,
-    "sgl_kernel": sgl_kernel,
-    "ipython": ipython,
-    "tensors_between_processes": tensors_between_processes,
-}
-
-
-def install(without: str = "") -> None:
-    """Install all stubs, or all but one."""
+def install() -> None:
+    """Install all stubs."""
     # Per process: verl deletes it from the environment again.
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    for name, stub in STUBS.items():
-        if name != without:
-            stub()
+    for stub in (megatron, sgl_kernel, ipython, tensors_between_processes):
+        stub()
 
 
 class _WithoutPinning(ModuleType):
