@@ -86,7 +86,9 @@ class SimulatedDevice:
 
     def index_of(self, tensor: torch.Tensor | float) -> int | None:
         """Return which device has a tensor, or None for one in host memory, or a number (of older torch)."""
-        return self.indices.get(tensor.untyped_storage()._cdata) if torch.is_tensor(tensor) else None
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        return self.indices.get(tensor.untyped_storage()._cdata)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in the device's memory."""
