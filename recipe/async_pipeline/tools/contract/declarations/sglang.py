@@ -122,6 +122,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "audio_token_id",
             "get_token_id_by_modality",
         ),
+        "sglang.srt.managers.io_struct:GenerateReqInput": ("video_data", "audio_data"),
         "sglang.srt.managers.schedule_batch:MultimodalDataItem": ("modality", "offsets"),
         "sglang.srt.managers.schedule_batch:MultimodalProcessorOutput": ("input_ids",),
         "sglang.srt.sampling.sampling_params:SamplingParams": ("logit_bias",),
