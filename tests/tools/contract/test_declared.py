@@ -179,7 +179,7 @@ NOT_OF_AN_ENGINE: Mapping[str, set[str]] = {
     "verl_bridge/rollout/served_parts.py": {"published", "replicas", "served"},  # of `FusedPart`
     "verl_bridge/rollout/sglang/generations.py": {"size", "send_pyobj"},  # of torch's group, of a socket
     "verl_bridge/rollout/sglang/lora.py": {"name"},  # of `TensorEntry`
-    "verl_bridge/rollout/sglang/pictures.py": {"given_tokens", "new_tensor"},  # ours, and of torch
+    "verl_bridge/rollout/sglang/pictures.py": {"given_tokens", "new_tensor"},  # of this package, and of torch
     "verl_bridge/rollout/vllm/adapter.py": {
         "name",
         "_iter_all_models_with_config",

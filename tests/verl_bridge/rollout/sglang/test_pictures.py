@@ -93,5 +93,16 @@ def test_a_processor_that_changes_tokens_in_another_way_is_named() -> None:
         processed(OfAnotherKind(), [5, *SEEN], 1)
 
 
+def test_a_release_that_keeps_tokens_by_itself_is_left_alone() -> None:
+    class Newer(Processor):
+        async def load_mm_data(self, **given: Any) -> Any:  # type: ignore[override]
+            return given["prompt"]
+
+        async def process_mm_data_async(self, image_data: Any, audio_data: Any, input_text: Any) -> Any:
+            return SimpleNamespace(input_ids=await self.load_mm_data(prompt=input_text))
+
+    assert processed(Newer(), [5, *SEEN], 1).input_ids == [5, *SEEN]
+
+
 def test_no_placeholder_is_written() -> None:
     assert placeholders(Processor()) == {"8": float("-inf"), "11": float("-inf")}

@@ -109,7 +109,7 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "pictures of requests": {
         "sglang.srt.managers.tokenizer_manager:TokenizerManager": ("mm_processor",),
         "sglang.srt.multimodal.processors.base_processor:BaseMultimodalProcessor": (
-            "load_mm_data",
+            "load_mm_data | async load_mm_data",
             "process_and_combine_mm_data",
             "async process_mm_data_async",
             "get_mm_items_offset",

@@ -7,6 +7,7 @@ where the policy has not written what the tokenizer would. Only the pictures are
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -45,8 +46,10 @@ def keep_tokens(processor: Any) -> None:
             raise ValueError(f"{name} of SGLang changes the tokens of a request with pictures; use vllm")
         return made
 
-    processor.load_mm_data = load_mm_data
-    processor.process_and_combine_mm_data = process_and_combine_mm_data
+    if not inspect.iscoroutinefunction(load):
+        # Since 0.5.18 it is one, and SGLang keeps tokens by itself.
+        processor.load_mm_data = load_mm_data
+        processor.process_and_combine_mm_data = process_and_combine_mm_data
     processor.process_mm_data_async = process_mm_data_async
 
 
