@@ -177,6 +177,30 @@ CONFIGS: dict[str, Callable[[Sizes], Any]] = {
     "granite-moe": lambda sizes: transformers.GraniteMoeConfig(
         **(sizes | {"intermediate_size": 128}), **FEW_EXPERTS, tie_word_embeddings=False
     ),
+    "mistral": lambda sizes: transformers.MistralConfig(**sizes, **WIDE_HEADS, tie_word_embeddings=False),
+    "gemma2": lambda sizes: transformers.Gemma2Config(**sizes, **WIDE_HEADS, query_pre_attn_scalar=32),
+    "gemma3": lambda sizes: transformers.Gemma3TextConfig(**sizes, **WIDE_HEADS, query_pre_attn_scalar=32),
+    "granite": lambda sizes: transformers.GraniteConfig(**sizes, tie_word_embeddings=False),
+    "olmo2": lambda sizes: transformers.Olmo2Config(**sizes, tie_word_embeddings=False),
+    "cohere2": lambda sizes: transformers.Cohere2Config(**sizes, **WIDE_HEADS),
+    "seed-oss": lambda sizes: transformers.SeedOssConfig(**sizes, **WIDE_HEADS, tie_word_embeddings=False),
+    "olmoe": lambda sizes: transformers.OlmoeConfig(
+        **sizes, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
+    ),
+    "qwen2-moe": lambda sizes: transformers.Qwen2MoeConfig(
+        **sizes, **EXPERTS, shared_expert_intermediate_size=64, tie_word_embeddings=False
+    ),
+    "phimoe": lambda sizes: transformers.PhimoeConfig(**sizes, **FEW_EXPERTS, tie_word_embeddings=False),
+    "glm4-moe": lambda sizes: transformers.Glm4MoeConfig(
+        **sizes,
+        **WIDE_HEADS,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        tie_word_embeddings=False,
+    ),
     "qwen2.5-vl": lambda sizes: transformers.Qwen2_5_VLConfig(
         text_config={**sizes, "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]}},
         vision_config=ENCODER,

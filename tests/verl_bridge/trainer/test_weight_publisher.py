@@ -9,6 +9,7 @@ import pytest
 
 from recipe.async_pipeline.core.groups.items import Publication
 from recipe.async_pipeline.core.waits.clock import run_virtual
+from recipe.async_pipeline.errors import WeightSyncError
 from tests.conftest import Load
 
 
@@ -48,16 +49,24 @@ def test_the_share_is_printed_once(
 
 
 @pytest.mark.parametrize("explained", [0, 89])
-def test_a_small_share_is_a_warning(load: Load, monkeypatch: pytest.MonkeyPatch, explained: int) -> None:
-    (line,) = published(load, monkeypatch, explained)
+def test_a_small_share_ends_the_run_unless_a_warning_is_enough(
+    load: Load, monkeypatch: pytest.MonkeyPatch, explained: int
+) -> None:
+    with pytest.raises(
+        WeightSyncError, match=rf"^The engine.* {explained}.0 %.*head.weight.*engine_check=warn"
+    ):
+        published(load, monkeypatch, explained)
+    (line,) = published(load, monkeypatch, explained, only_warn=True)
     assert line.startswith("WARNING: ") and f"explain {explained}.0 %" in line and "head.weight" in line
 
 
-def published(load: Load, monkeypatch: pytest.MonkeyPatch, *explained: int) -> list[str]:
+def published(
+    load: Load, monkeypatch: pytest.MonkeyPatch, *explained: int, only_warn: bool = False
+) -> list[str]:
     module = load("recipe.async_pipeline.verl_bridge.trainer.weight_publisher")
     lines: list[str] = []
     monkeypatch.setattr(module, "say", lines.append)
-    publisher: Any = module.WeightPublisher(None, Pool(*explained), None, 1.0)
+    publisher: Any = module.WeightPublisher(None, Pool(*explained), None, 1.0, only_warn=only_warn)
     for _ in explained:
         run_virtual(publisher.publish(None))
     return lines

@@ -270,7 +270,8 @@ class AsyncPipelineConfig:
     engine_check: Literal["refuse", "warn"] = "refuse"
     """What happens if the installed engine lacks something that this package uses, or has changed it, as
     `async-pipeline doctor --engine` reports: the run is refused, or starts with a warning unless verl itself
-    cannot start the engine. The version that this package is tested with is not compared."""
+    cannot start the engine. An engine with the files that this package is tested with is not compared. The
+    same happens after the first load if the engine's tables explain less than 90 % of the served weights."""
     staleness: StalenessConfig = StalenessConfig()
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()

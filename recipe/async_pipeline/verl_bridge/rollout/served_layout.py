@@ -187,6 +187,10 @@ class ServedLayout:
             return place_rows(target.served, shape, whole, reduced, first, 0, length)
         if target.part is None and tuple(served.shape) == tuple(shape):
             return Expected((Piece(View.whole(shape), target.served, whole),))
+        if target.part in (0, 1) and len(self._packed.get(path.rpartition(".")[2], ())) == 2:
+            # Every rank has both parts: the first one is at the beginning, the other one at the end.
+            start = (served.shape[0] - shape[0]) * target.part
+            return place_rows(target.served, shape, whole, 0, 0, start, shape[0])
         return None
 
     def _experts(self, experts: Any, prefix: str, rest: str, shape: tuple[int, ...]) -> Expected | None:

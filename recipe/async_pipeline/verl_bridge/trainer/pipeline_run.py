@@ -157,7 +157,11 @@ class PipelineRun:
 
         self.rollout_pool = self.startup.rollout_pool(self._note_replica, self._note_size)
         self.publisher = WeightPublisher(
-            self.verl.actor_rollout_wg, self.rollout_pool, self.calls, self.knobs.weight_sync.timeout_s
+            self.verl.actor_rollout_wg,
+            self.rollout_pool,
+            self.calls,
+            self.knobs.weight_sync.timeout_s,
+            only_warn=self.knobs.engine_check == "warn",
         )
         self.log_probs = LogProbs(
             config=self.config,

@@ -6,9 +6,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ...config.paths import OWN
 from ...core.groups.items import Publication
 from ...errors import WeightSyncError
-from ...observe.table import map_coverage
+from ...observe.table import LEAST_EXPLAINED, map_coverage
 from ...weight_sync.memory.manifest import WeightTicket, joined
 from ..rollout.replica_pool import RolloutPool
 from ..workers.policy_copy import PolicyCopy
@@ -33,9 +34,15 @@ class WeightPublisher:
     """Keeps the tickets of the two newest versions, which are in the arenas of the training workers."""
 
     def __init__(
-        self, actor_group: Any, rollout_pool: RolloutPool, calls: BlockingCalls, load_timeout_s: float
+        self,
+        actor_group: Any,
+        rollout_pool: RolloutPool,
+        calls: BlockingCalls,
+        load_timeout_s: float,
+        *,
+        only_warn: bool = False,
     ) -> None:
-        self.rollout_pool = rollout_pool
+        self.rollout_pool, self._only_warn = rollout_pool, only_warn
         self._actor_group, self._calls, self._load_timeout_s = actor_group, calls, load_timeout_s
         self._tickets: dict[int, WeightTicket] = {}
         self._last: Publication | None = None
@@ -62,11 +69,22 @@ class WeightPublisher:
         return ticket
 
     async def publish(self, ticket: WeightTicket) -> Publication:
-        """Make every replica load and verify a version."""
+        """Make every replica load and verify a version.
+
+        Raises WeightSyncError if the engine's tables explain too little to notice a wrong loader, unless a
+        warning is enough.
+        """
         before = None if self._last is None else self._last.explained_share
         self._last = done = await self.rollout_pool.publish(ticket)
-        if done.explained_share is not None and done.explained_share != before:
-            say(map_coverage(done.explained_share, done.unexplained))
+        share = done.explained_share
+        if share is not None and share != before:
+            coverage = map_coverage(share, done.unexplained)
+            if share < LEAST_EXPLAINED and not self._only_warn:
+                raise WeightSyncError(
+                    f"{coverage.removeprefix('WARNING: ')}; try the other engine, or set "
+                    f"{OWN}.engine_check=warn to train in spite of that"
+                )
+            say(coverage)
         return done
 
     async def load_into(self, policy: PolicyCopy, version: int | None) -> float:
