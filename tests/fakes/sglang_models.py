@@ -168,8 +168,8 @@ def lora_manager(model: Any, config: Any, arguments: Any, rank: int, size: int) 
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora.lora_manager import LoRAManager
 
-    from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS
-    from recipe.async_pipeline.verl_bridge.rollout.sglang.lora import SLOTS, target_modules
+    from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS, SLOTS
+    from recipe.async_pipeline.verl_bridge.rollout.sglang.lora import target_modules
 
     # It is only logged, and newer versions ask a device that is simulated for it.
     vars(sys.modules[LoRAManager.__module__])["get_available_gpu_memory"] = lambda *device: 0.0

@@ -58,7 +58,7 @@ def engine_of() -> str | None:
 def missing_for_engine(options: Options) -> str | None:
     """Return why no engine can be loaded, or None."""
     if options.device != "cuda":
-        return lacking(RUN)  # SGLang would need the arguments of a run
+        return lacking(RUN)  # engines on a CPU get the arguments of a run
     if engine_of() is None:
         return "needs vllm or sglang"
     return lacking(RUN) if engine_of() == "vllm" else None

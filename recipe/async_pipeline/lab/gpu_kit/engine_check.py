@@ -105,13 +105,12 @@ class Vllm:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from ...verl_bridge.rollout.vllm.engine import serve_versions
-        from ...verl_bridge.rollout.vllm.server import EXTENSION
+        from ...verl_bridge.rollout.vllm.server import EXTENSION, run_arguments
 
         more: dict[str, Any] = (
             {"gpu_memory_utilization": 0.3} if device == "cuda" else {"enforce_eager": True}
         )
-        if ranks > 1 or device == "cpu":
-            more["distributed_executor_backend"] = "mp"
+        more = {"distributed_executor_backend": "mp", **run_arguments(ranks, on_cpu=device == "cpu"), **more}
         args = AsyncEngineArgs(
             model,
             dtype="bfloat16",
@@ -159,7 +158,7 @@ class Vllm:
 class SGLang:
     def __init__(self, model: str, ranks: int, device: str) -> None:
         from ...verl_bridge.rollout.sglang import scheduler
-        from ...verl_bridge.rollout.sglang.arguments import CORES, all_cores, cpu_arguments
+        from ...verl_bridge.rollout.sglang.arguments import CORES, all_cores, run_arguments
         from ...verl_bridge.rollout.sglang.engine import serve_versions
 
         # Only now: on a CPU, this package's stubs must be in place.
@@ -170,10 +169,11 @@ class SGLang:
             run_scheduler_process_func = staticmethod(scheduler.run_scheduler_process)
             run_detokenizer_process_func = staticmethod(scheduler.run_detokenizer_process)
 
-        more: dict[str, Any] = {**kernels("sglang", device, model)}
-        if device == "cpu":
+        on_cpu = device == "cpu"
+        more = run_arguments(kernels("sglang", device, model), 2 * REQUESTS, CONTEXT, on_cpu=on_cpu)
+        if on_cpu:
             os.environ.setdefault(CORES, all_cores(ranks))
-            more = {**cpu_arguments(more, 2 * REQUESTS, CONTEXT), "disable_cuda_graph": True}
+            more["disable_cuda_graph"] = True
         self._engine = Ours(
             model_path=model,
             dtype="bfloat16",

@@ -11,6 +11,7 @@ from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import (
     CPU_ARGUMENTS,
     all_cores,
     cpu_arguments,
+    run_arguments,
 )
 
 
@@ -23,6 +24,16 @@ def test_what_is_configured_counts() -> None:
         "max_total_tokens": 512,
     }
     assert cpu_arguments({"max_total_tokens": 9}, 8, 64)["max_total_tokens"] == 9
+
+
+def test_a_run_has_room_for_one_adapter_besides_none() -> None:
+    given = {"page_size": 4}
+    assert run_arguments(given, 8, 64, on_cpu=False) == {"max_loras_per_batch": 2, "page_size": 4}
+    assert run_arguments({"max_loras_per_batch": 9}, 8, 64, on_cpu=True) == {
+        **CPU_ARGUMENTS,
+        "max_loras_per_batch": 9,
+        "max_total_tokens": 512,
+    }
 
 
 def test_all_ranks_share_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

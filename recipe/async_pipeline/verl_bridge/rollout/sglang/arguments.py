@@ -32,6 +32,21 @@ def all_cores(ranks: int) -> str:
     return "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * ranks)
 
 
+SLOTS = 2
+"""Adapters that SGLang's pool has room for: the served one, and none, which SGLang counts as one."""
+
+
+def run_arguments(
+    configured: Mapping[str, Any], requests: int, tokens: int, *, on_cpu: bool
+) -> dict[str, Any]:
+    """Return the configured arguments, and the ones that a run gives to SGLang besides verl's.
+
+    `requests` and `tokens` as for `cpu_arguments`.
+    """
+    arguments = {"max_loras_per_batch": SLOTS, **configured}
+    return cpu_arguments(arguments, requests, tokens) if on_cpu else arguments
+
+
 def cpu_arguments(configured: Mapping[str, Any], requests: int, tokens: int) -> dict[str, Any]:
     """Return the configured arguments, and the ones that a CPU needs if they are not configured.
 

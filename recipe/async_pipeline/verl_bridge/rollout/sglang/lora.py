@@ -27,8 +27,6 @@ ALL_LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 """SGLang's names of the layers that peft's `all-linear` means. SGLang's `all` also includes the embedding and
 the head, to which peft adds nothing.
 """
-SLOTS = 2
-"""Adapters that the pool has room for: the served one, and none, which SGLang counts as one."""
 NOT_APPLIED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias")
 """Settings of peft without which SGLang would compute something else; it ignores most of them."""
 

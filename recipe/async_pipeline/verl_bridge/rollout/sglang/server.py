@@ -20,7 +20,7 @@ from ...cpu.cpu_platform import is_cpu
 from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from . import lora, scheduler
-from .arguments import CORES, all_cores, cpu_arguments
+from .arguments import CORES, all_cores, run_arguments
 from .engine import serve_versions
 from .pictures import keep_tokens, placeholders
 
@@ -31,9 +31,11 @@ def use_own_children(config: Any, run_scheduler: Callable[..., None]) -> None:
     Call it in the server's process before the launch. `config` is the rollout's; `run_scheduler` is found by
     its name in the scheduler's process.
     """
-    arguments = {"max_loras_per_batch": lora.SLOTS, **((config.engine_kwargs or {}).get("sglang") or {})}
+    configured = (config.engine_kwargs or {}).get("sglang") or {}
+    arguments = run_arguments(
+        configured, int(config.max_num_seqs), int(config.max_model_len), on_cpu=is_cpu()
+    )
     if is_cpu():
-        arguments = cpu_arguments(arguments, int(config.max_num_seqs), int(config.max_model_len))
         os.environ.setdefault(CORES, all_cores(int(config.tensor_model_parallel_size)))
     config.engine_kwargs["sglang"] = arguments
     replaced.apply("SGLang's server", run_scheduler=run_scheduler)

@@ -33,6 +33,15 @@ checkpoint, so nothing would bring them after `load_format=dummy` has drawn them
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 
 
+def run_arguments(ranks: int, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments that a run gives to vLLM besides verl's, unless others are configured."""
+    arguments: dict[str, Any] = {ON_DEVICE: False} if hasattr(AsyncEngineArgs, ON_DEVICE) else {}
+    if ranks == 1:
+        # With one device, the engine core needs no worker process.
+        arguments["distributed_executor_backend"] = IN_PROCESS if on_cpu else "uni"
+    return arguments
+
+
 class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
     """verl's server. Records which version wrote which tokens; see `VersionedEngine`."""
 
@@ -43,11 +52,10 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        if self.config.tensor_model_parallel_size == 1:
-            # With one device, the engine core needs no worker process.
-            engine_kwargs.setdefault("distributed_executor_backend", IN_PROCESS if is_cpu() else "uni")
-        if hasattr(AsyncEngineArgs, ON_DEVICE):
-            engine_kwargs[ON_DEVICE] = False
+        own = run_arguments(int(self.config.tensor_model_parallel_size), on_cpu=is_cpu())
+        for name, value in own.items():
+            if name == ON_DEVICE or name not in engine_kwargs:
+                engine_kwargs[name] = value
 
     async def launch_server(
         self,
