@@ -9,7 +9,7 @@ import pytest
 
 from recipe.async_pipeline.tools.contract.declared import Alternative
 from recipe.async_pipeline.tools.contract.located import Located, MemberUse
-from recipe.async_pipeline.tools.contract.signatures import from_text
+from recipe.async_pipeline.tools.contract.signatures import Signature, from_text
 from recipe.async_pipeline.tools.contract.sources import OURS, Sources
 
 USER = """
@@ -27,6 +27,8 @@ class Engine:
 def use(manager):
     manager.stop(1, now=True)
     helper(1)
+    load, combine = manager.load, manager.combine
+    load(2, text="")
 """
 
 
@@ -57,6 +59,19 @@ def test_a_call_is_found_also_under_the_name_that_keeps_it(located: Located) -> 
     assert (stop.where, stop.how) == ("use.py:14", "calls")
     sends = {(use.how, use.where) for use in uses_of(located, "vllm.core:Manager.send")}
     assert sends == {("calls", "use.py:11"), ("stores", "use.py:7"), ("replaces", "use.py:10")}
+
+
+def test_a_call_is_found_also_under_the_variable_that_keeps_it(located: Located) -> None:
+    (load,) = uses_of(located, "vllm.core:Manager.load")
+    assert (load.where, load.how) == ("use.py:17", "calls")
+    assert "text" in str(load.conflict(_signature("def (self, a, words=...)"), ""))
+    assert load.conflict(_signature("def (self, a, text=...)"), "") is None
+
+
+def _signature(text: str) -> Signature:
+    found = from_text(text)
+    assert found is not None
+    return found
 
 
 VERSIONED = """

@@ -250,11 +250,11 @@ def _conflict(
         return None if now is None else (alternative.place, "exists, which this package does not handle")
     if now is None:
         return _missing(sources, alternative.place)
-    if alternative.is_async:
-        return None if _is_coroutine(now) else (alternative.place, "is no coroutine function")
+    if alternative.is_async and not _is_coroutine(now):
+        return alternative.place, "is no coroutine function"
     if before is None or before == now:
         return None
-    change = _change(before, now, list(uses.of(alternative, need.used_by)))
+    change = _change(before, now, list(uses.of(alternative, need.used_by)), either=alternative.is_async)
     if change is None:
         return None
     both = f"was {before}, is {now}" if max(len(before), len(now)) < _LONG else "has another signature"
@@ -272,15 +272,18 @@ def _missing(sources: Sources, place: str) -> tuple[str, str]:
     return place, "is missing"
 
 
-def _change(before: str, now: str, uses: Sequence[located.MemberUse]) -> str | None:
-    """Return why the uses that fitted a shape do not fit another one, or None if they do."""
+def _change(before: str, now: str, uses: Sequence[located.MemberUse], *, either: bool) -> str | None:
+    """Return why the uses that fitted a shape do not fit another one, or None if they do.
+
+    `either`: the tested version may have a function where a coroutine function is fine, too.
+    """
     if before in _READABLE and now in _READABLE:
         stored = next((use.where for use in uses if use.how == "stores"), None)
         return f"{stored} assigns to it" if now == "property" and stored else None
     old, new = signatures.from_text(before), signatures.from_text(now)
     if old is None or new is None:
         return "it is used as before"
-    if old.is_async != new.is_async:
+    if old.is_async != new.is_async and not either:
         return "it is called as before"
 
     conflicts = [

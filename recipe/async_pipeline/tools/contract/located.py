@@ -67,12 +67,16 @@ class Located:
 
 def _named(module: Module, file: str, name: str) -> Iterator[MemberUse]:
     kept, replacing = _kept_as(module, name), _replacing(module, name)
+    variables = _kept_in(module, name)
     own_objects, in_protocols = _own_objects(module), _in_protocols(module)
     for node in ast.walk(module.tree):
         where = f"{file}:{getattr(node, 'lineno', 0)}"
         if node in in_protocols or (isinstance(node, ast.Call) and _receiver(node) in own_objects):
             continue
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in kept:
+        if isinstance(node, ast.Call) and (
+            (isinstance(node.func, ast.Attribute) and node.func.attr in kept)
+            or (isinstance(node.func, ast.Name) and node.func.id in variables)
+        ):
             yield MemberUse(where=where, how="calls", call=signatures.of_call(node))
         elif isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
             yield MemberUse(where=where, how="stores")
@@ -141,6 +145,15 @@ def _kept_as(module: Module, name: str) -> set[str]:
         if isinstance(target, ast.Attribute) and isinstance(value, ast.Attribute) and value.attr == name
     )
     return {name, *kept}
+
+
+def _kept_in(module: Module, name: str) -> set[str]:
+    """Return the variables that keep a member: `send = manager.send`."""
+    return {
+        target.id
+        for target, value in _assigned(module)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and value.attr == name
+    }
 
 
 def _replacing(module: Module, name: str) -> set[str]:
