@@ -16,7 +16,7 @@ import msgspec
 
 from ...console import echo
 from ...errors import ConfigError
-from ..bench import arena, checkpoint, control_plane, delta, gateway, learning, weight_sync
+from ..bench import arena, attention, checkpoint, control_plane, delta, gateway, learning, weight_sync
 from ..bench.inputs.arms import ARMS, DEFAULT_ARMS, ENGINES, arms_of_engine, parse_arms
 from ..bench.inputs.workload import Workload, load, names
 from ..bench.measuring.measure import Measured
@@ -39,6 +39,7 @@ _OTHERS: Mapping[str, tuple[Any, str]] = {
     "gateway": (gateway, "what a request of an agent costs the process that serves it"),
     "learning": (learning, "whether asynchrony preserves learning, per sample and per second"),
     "delta": (delta, "what differences between versions save on the link, and what they cost"),
+    "attention": (attention, "what a mask over all pairs of a packed micro-batch costs, without flash-attn"),
     "arena": (arena, "the speed of copying weights from a device to host memory and back, with torch alone"),
 }
 
