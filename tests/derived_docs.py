@@ -6,6 +6,7 @@ python -m tests.derived_docs
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from recipe.async_pipeline.verl_bridge.replaced import REPLACED
 from tests import REPOSITORY
 from tests.gateway.test_client_libraries import client_table
 
-README, AGENTS = Path("README.md"), Path("docs", "agents.md")
+README, AGENTS, PATCHES = Path("README.md"), Path("docs", "agents.md"), Path("patches", "README.md")
 
 
 def counts() -> Mapping[str, int]:
@@ -35,6 +36,18 @@ def with_counts(text: str, counted: Mapping[str, int]) -> str:
     return text
 
 
+def with_compared(text: str) -> str:
+    """Return a text in whose table of engines' trees each row has as many things compared as are recorded."""
+    recorded = json.loads((REPOSITORY / "patches" / "engines.json").read_text("utf-8"))
+    needs = {name: len(engine["needs"]) for name, engine in recorded.items()}
+    return re.sub(
+        r"^(\| (vLLM|SGLang) \S+ \| )\d+",
+        lambda row: f"{row[1]}{needs[row[2].lower()]}",
+        text,
+        flags=re.MULTILINE,
+    )
+
+
 def with_table(page: str, table: str) -> str:
     """Return a page with this table in place of the one with the same head. Raises ValueError without one."""
     lines = page.splitlines(keepends=True)
@@ -48,7 +61,8 @@ def with_table(page: str, table: str) -> str:
 
 
 def main(root: Path) -> None:
-    readme, agents = root / README, root / AGENTS
+    readme, agents, patches = root / README, root / AGENTS, root / PATCHES
+    patches.write_text(with_compared(patches.read_text("utf-8")), encoding="utf-8")
     readme.write_text(with_counts(readme.read_text("utf-8"), counts()), encoding="utf-8")
     page = agents.read_text("utf-8")
     for table in (parameter_table(), client_table()):

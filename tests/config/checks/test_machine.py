@@ -118,6 +118,7 @@ def test_a_driver_that_is_too_old_for_torch_is_a_warning(
         state = driver(file, cuda)
         assert state.remedy.partition(",")[0] == remedy and (not remedy or not state.fatal)
         assert not driver(file, "").remedy, "a torch for CPUs"
+        assert "not compared with CUDA 99.0" in str(driver(file, "99.0"))
 
 
 def test_everything_that_is_lacking_is_named_at_once() -> None:

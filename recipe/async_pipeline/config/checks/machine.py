@@ -206,9 +206,12 @@ def driver(file: Path, cuda: str) -> MachineState:
         found = re.search(r"Module .*?(\d+)\.\d", file.read_text(encoding="utf-8"))
     except OSError:
         return MachineState("driver", "none of NVIDIA")
-    least = LEAST_DRIVERS.get(int(cuda.partition(".")[0] or 0), 0)
-    if found is None or int(found[1]) >= least:
-        return MachineState("driver", f"NVIDIA's {found[1] if found else 'of unknown version'}")
+    least = LEAST_DRIVERS.get(int(cuda.partition(".")[0] or 0))
+    if found is None or (cuda and least is None):
+        version = found[1] if found else "of unknown version"
+        return MachineState("driver", f"NVIDIA's {version}, not compared with CUDA {cuda or 'of no torch'}")
+    if least is None or int(found[1]) >= least:
+        return MachineState("driver", f"NVIDIA's {found[1]}")
     return MachineState(
         "driver",
         f"NVIDIA's driver must be {least} or newer for CUDA {cuda} of the installed torch, got {found[1]}",
