@@ -96,15 +96,6 @@ def test_publications_are_measured(tmp_path: Path) -> None:
     assert rows["dual_buffer_host"]["generator_stall_s"]["max"] > 0, "a load holds the engine"
 
 
-def test_publications_to_sglang_through_verls_own_manager_are_measured(tmp_path: Path) -> None:
-    task = make_task(2 * 10**6, tmp_path / "task")
-    engines = Engines(1, name="sglang")
-    way = "verl_stock"
-    row = run_ways([way], tmp_path / "job", task, engines, versions=3, say=lambda line: None)[way]
-    assert 0 < row["trainer_stall_s"]["median"] <= row["publication_s"]["median"] < 60
-    assert row["generator_stall_s"]["max"] > 0, "the steps of the engine were recorded"
-
-
 @pytest.mark.skipif(not may_unshare(), reason="namespaces require root")
 def test_publications_on_two_hosts_are_measured(tmp_path: Path) -> None:
     """One replica on each host; versions travel to the second one as differences."""

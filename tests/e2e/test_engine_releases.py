@@ -20,7 +20,7 @@ LACKS = {
 }
 """Why tests of a release are skipped that a run needs."""
 OTHER_MODELS = {"vllm": ("in another way", "packs fp8 weights"), "sglang": ()}
-"""Why tests of single models, or of fp8, are skipped with releases other than the default one."""
+"""Why tests of single models, or of fp8, may be skipped with releases other than the default one."""
 REFUSED = {"sglang-0.5.23": "ServerArgs.model_path is missing"}
 """Releases that verl's own server cannot start, and what the refusal says."""
 STEPS = 5
@@ -60,9 +60,10 @@ def test_adapter_layout_and_proof_pass(release: Release) -> None:
     )
     assert done.returncode == 0, done.stdout[-6000:]
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    lacks = (*LACKS.get(release.name, ()), *OTHER_MODELS[release.engine])
+    lacks = LACKS.get(release.name, ())
     assert " passed" in done.stdout and all(any(one in line for line in skipped) for one in lacks), skipped
-    assert all(any(one in line for one in lacks) for line in skipped), skipped
+    may = (*lacks, *OTHER_MODELS[release.engine])
+    assert all(any(one in line for one in may) for line in skipped), skipped
 
 
 def test_a_job_trains(release: Release, tied_task: Path, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ SIZES = "actor_rollout_ref.actor.megatron"
 TWO_RANKS = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3")
 KL_MAX = 0.005
 """Of one policy between the trainer's log-probs and the engine's."""
-GAIN = 0.15
 TOLERANCE = 1e-5
 LAGS = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": 3, "fully_async": 3}
 """Largest lag that a strategy permits here."""
@@ -114,13 +113,6 @@ def test_recorded_routing_is_replayed(own_pool: bool, moe_task: Path, tmp_path: 
     check_trained(job, "one_step_off", steps)
     # verl's own line, printed by each rank that replays.
     assert "routing replay layers: " in (job.run_dir / "run.log").read_text(encoding="utf-8")
-
-
-@pytest.mark.nightly
-def test_the_reward_grows_at_a_lag_of_three(moe_task: Path, tmp_path: Path) -> None:
-    job = train(moe_task, tmp_path / "run", "n_step_ahead", 60, MEGATRON)
-    summary = check_trained(job, "n_step_ahead", 60)
-    assert summary["reward_last"] - summary["reward_first"] >= GAIN
 
 
 @pytest.mark.nightly

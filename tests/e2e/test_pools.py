@@ -31,7 +31,6 @@ from tests.e2e.weights import assert_same_weights
 
 pytestmark = pytest.mark.e2e
 
-TASKS = "+trainer.sperated_node_tasks=[[logp,actor-train],ref_logp,generate]"
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Mapping[str, str]]] = {
     "shared": (2, ("+trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5]",), {}),
     "apart": (
@@ -39,7 +38,6 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Mapping[str, str]]] = {
         ("+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]",),
         {"logp": "logp", "ref_logp": "ref_logp"},
     ),
-    "two and one": (3, (TASKS, "+trainer.sperated_node_ratios=[0.34,0.33,0.33]"), {"ref_logp": "ref_logp"}),
 }
 """Devices, what says the layout, and the pool of each role that does not share the training devices."""
 LR = "actor_rollout_ref.actor.optim.lr=6.0e-4"
@@ -170,11 +168,9 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path, trained: 
     Nor does the death of a refreshed reference, two versions after its own, which memory no longer holds.
     """
     steps, refresh = 8, 4
-    compared: tuple[str, ...] = tuple(LAYOUTS)
     more: tuple[str, ...] = (LR, f"trainer.v1.async_pipeline.training.ref_refresh_every={refresh}")
     if trained == "adapters":
         path = make_adapters(tied_task, tmp_path / "adapters")
-        compared = ("shared", "apart")
         more = (*ADAPTERS, f"actor_rollout_ref.model.lora_adapter_path={path}")
     agents = tmp_path / "agents.json"
     agents.write_text(json.dumps([{"name": "seeded", "_target_": LOOP}]))
@@ -187,9 +183,8 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path, trained: 
         *more,
     )
     losses, references = {}, []
-    for name in compared:
-        apart = LAYOUTS[name][2]
-        folder = tmp_path / name.replace(" ", "_")
+    for name, (_, _, apart) in LAYOUTS.items():
+        folder = tmp_path / name
         saves = ("trainer.save_freq=6", f"trainer.default_local_dir={folder / 'checkpoints'}")
         dies = trained == "whole" and name == "apart"
         kill = [Event(f" {refresh + 2}/{steps} ", kill_reference(folder / "run"))] if dies else []
@@ -210,11 +205,10 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path, trained: 
     kls = [row["actor/kl_loss"] for row in losses["shared"]]
     assert kls[-1] > 1e-4
     assert (kls[0] > 1e-4) == (trained == "adapters")
-    for name in compared[1:]:
-        for step, (found, wanted) in enumerate(zip(losses[name], losses["shared"], strict=True), start=1):
-            assert found == pytest.approx(wanted, abs=1e-5, rel=1e-5), (name, step)
-    for found in references[1:]:
-        assert_same_weights(found, references[0])
+    for step, (found, wanted) in enumerate(zip(losses["apart"], losses["shared"], strict=True), start=1):
+        assert found == pytest.approx(wanted, abs=1e-5, rel=1e-5), step
+    if references:
+        assert_same_weights(*references)
 
 
 @pytest.mark.nightly

@@ -30,8 +30,8 @@ from tests.e2e.weights import assert_equal_bits, assert_same_weights
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 TOLERANCE = 1e-5
-KILLS = int(os.environ.get("ASYNC_PIPELINE_TEST_KILLS", "2"))
-"""Of a run that is killed again and again, each time at another moment; docs/results has runs with twenty."""
+KILLS = int(os.environ.get("ASYNC_PIPELINE_TEST_KILLS", "1"))
+"""Of a run, each at a moment that no other run had; docs/results has runs with twenty."""
 AFTER_S = 2.0
 """A kill comes up to so long after the line of output that announces it."""
 
@@ -202,9 +202,9 @@ def test_answers_that_were_being_written_continue_from_their_tokens(
     assert all(one["tokens"] == 48 for one in finished), "none is shorter or longer"
 
 
-def assert_responses_continued(run_dir: Path) -> list[dict[str, Any]]:
-    """Check that responses begun before a kill were finished after it from their tokens. Returns responses of
-    the groups that had such tokens.
+def assert_responses_continued(run_dir: Path, loops: int = 1) -> list[dict[str, Any]]:
+    """Check that responses begun before a kill were finished after it from their tokens, of each agent loop
+    if the rows name them in turn. Returns responses of the groups that had such tokens.
     """
     records = [
         json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines() if line.endswith("}")
@@ -212,64 +212,25 @@ def assert_responses_continued(run_dir: Path) -> list[dict[str, Any]]:
     resumed = next(i for i, record in enumerate(records) if record["kind"] == "resumed")
     step = records[resumed]["step"]
     kept = {record["uid"]: record["kept_tokens"] for record in records[resumed:] if record["kind"] == "again"}
-    assert sum(kept.values()) > 0
-    finished = [
-        one
-        for record in records[resumed:]
-        if record["kind"] == "finished" and kept.get(record["uid"])
-        for one in record["trajectories"]
-    ]
-    # The version of the checkpoint may have been served before it was written, and is what the run continues
-    # with: then two spans in a row have this version.
-    written = [[version for version, _ in one["spans"]] for one in finished]
-    assert any(
-        versions[0] <= step < versions[-1] or any(a == b for a, b in pairwise(versions))
-        for versions in written
-    ), "begun before, finished after"
-    return finished
-
-
-@pytest.mark.parametrize(
-    ("task", "overrides"),
-    [
-        ("lake", {"environment": "tests.e2e.environments:SlowLake", "isolation": "thread"}),
-        ("lake_agent", {"agent": "tests.e2e.environments:play_slowly"}),
-    ],
-    ids=["lake", "lake_agent"],
-)
-def test_episodes_that_were_being_played_continue_from_their_turns(
-    lake_task: Path, tmp_path: Path, task: str, overrides: dict[str, str]
-) -> None:
-    """Killed while most episodes wait for their environment, with some turns written: the environment plays
-    them again, and the policy does not write them again.
-    """
-    batch = 4
-    again = command(
-        tmp_path,
-        "fully_async",
-        f"+task={task}",
-        "trainer.v1.async_pipeline.staleness.max_lag=3",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=1",
-        f"data.train_batch_size={batch}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
-        *(f"trainer.v1.async_pipeline.agentic.{name}={value}" for name, value in overrides.items()),
-        seeded=False,
-    )
-    run_dir = tmp_path / "run"
-    first = run_job(again, run_dir, lake_task, events=[killed_at(2, run_dir, 0.5)])
-    assert first.status != 0
-    last = run_job(again, run_dir, lake_task)
-    ended_well(last, groups=batch)
-    finished = assert_responses_continued(run_dir)
-    # A turn is a letter and its end token: with more, several turns were played.
-    assert any(one["tokens"] > 2 for one in finished)
-    replayed = "async_pipeline/agentic/replayed_requests"
-    assert sum(row["data"].get(replayed, 0) for row in last.metrics()) > 0
+    drawn = [record["uid"] for record in records if record["kind"] == "dispatched"]
+    found = []
+    for loop in range(loops):
+        wanted = {uid for uid in drawn[loop::loops] if kept.get(uid)}
+        finished = [
+            one
+            for record in records[resumed:]
+            if record["kind"] == "finished" and record["uid"] in wanted
+            for one in record["trajectories"]
+        ]
+        # The version of the checkpoint may have been served before it was written, and is what the run
+        # continues with: then two spans in a row have this version.
+        written = [[version for version, _ in one["spans"]] for one in finished]
+        assert any(
+            versions[0] <= step < versions[-1] or any(a == b for a, b in pairwise(versions))
+            for versions in written
+        ), "begun before, finished after"
+        found += finished
+    return found
 
 
 LOOPS = {"environment": "SeededEpisodes", "agent_session": "SeededSessions"}
@@ -283,6 +244,43 @@ def with_both_loops(task: Path, made: Path) -> Path:
     names = [[*LOOPS][i % len(LOOPS)] for i in range(rows.num_rows)]
     parquet.write_table(rows.append_column("agent_name", [names]), made / "train.parquet")
     return made
+
+
+def test_episodes_that_were_being_played_continue_from_their_turns(lake_task: Path, tmp_path: Path) -> None:
+    """Killed while most episodes wait for their environment, with some turns written: the environment, or the
+    program, plays them again, and the policy does not write them again.
+    """
+    batch = 4
+    again = command(
+        tmp_path,
+        "fully_async",
+        "+task=lake",
+        "data.shuffle=false",
+        "trainer.v1.async_pipeline.staleness.max_lag=3",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=1",
+        f"data.train_batch_size={batch}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
+        "trainer.v1.async_pipeline.agentic.environment=tests.e2e.environments:SlowLake",
+        "trainer.v1.async_pipeline.agentic.isolation=thread",
+        "trainer.v1.async_pipeline.agentic.agent=tests.e2e.environments:play_slowly",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=environment",
+        seeded=False,
+    )
+    run_dir, task = tmp_path / "run", with_both_loops(lake_task, tmp_path / "task")
+    first = run_job(again, run_dir, task, events=[killed_at(2, run_dir, 0.5)])
+    assert first.status != 0
+    last = run_job(again, run_dir, task)
+    ended_well(last, groups=batch)
+    finished = assert_responses_continued(run_dir, loops=len(LOOPS))
+    # A turn is a letter and its end token: with more, several turns were played.
+    assert any(one["tokens"] > 2 for one in finished)
+    replayed = "async_pipeline/agentic/replayed_requests"
+    assert sum(row["data"].get(replayed, 0) for row in last.metrics()) > 0
 
 
 def test_killed_at_random_moments_in_the_middle_of_episodes(lake_task: Path, tmp_path: Path) -> None:
