@@ -243,13 +243,14 @@ class SGLangWithAdapters(SGLang):
     """Serves LoRA adapters of a rank, with the arguments that verl's server passes."""
 
     def __init__(self, model_dir: str, max_len: int, rank: int) -> None:
+        from recipe.async_pipeline.verl_bridge.rollout.sglang import arguments as ours
         from recipe.async_pipeline.verl_bridge.rollout.sglang import lora
 
         modules = lora.target_modules("all-linear")
         arguments: dict[str, Any] = {
             "max_lora_rank": rank,
             "lora_target_modules": modules,
-            "max_loras_per_batch": lora.SLOTS,
+            "max_loras_per_batch": ours.SLOTS,
         }
         super().__init__(model_dir, max_len, enable_lora=True, **arguments)
         self._of_each_request = {"lora_path": lora.served_reference().lora_name}
