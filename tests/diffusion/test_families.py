@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.diffusion.families import (
+    EMPTY,
     FAMILIES,
     Family,
     Flux,
@@ -160,10 +161,56 @@ def test_stable_diffusion_is_called_with_times_up_to_a_thousand() -> None:
 @pytest.mark.real_engine
 def test_a_distilled_flux_gets_its_guidance_as_an_input() -> None:
     pytest.importorskip("diffusers")
-    given, x = stacked([tiny_conditions()]), torch.randn(1, 4, 8, 8)
+    given, x, model = stacked([tiny_conditions()]), torch.randn(1, 4, 8, 8), tiny_flux(guided=True)
     with torch.no_grad():
-        velocity = Flux().velocity(tiny_flux(guided=True), x, torch.tensor([0.5]), given)
-    assert velocity.shape == x.shape
+        usual, same, more = (
+            Flux().velocity(model, x, torch.tensor([0.5]), given, scale) for scale in (None, 3.5, 7.0)
+        )
+    assert usual.shape == x.shape
+    assert torch.equal(usual, same) and not torch.equal(usual, more)
+
+
+def test_a_flux_without_an_input_for_it_has_no_guidance() -> None:
+    family = Flux()
+    family.check_guidance(None, {})
+    family.check_guidance(2.0, {"guidance_embeds": True})
+    with pytest.raises(ConfigError, match="guidance_scale must be left out for a FLUX without"):
+        family.check_guidance(2.0, {"guidance_embeds": False})
+    assert family.conditions(2.0) == family.conditions(None)
+
+
+@pytest.mark.real_engine
+def test_stable_diffusion_is_guided_away_from_the_empty_prompt() -> None:
+    pytest.importorskip("diffusers")
+    family, model, x = StableDiffusion3(), tiny_sd3(), torch.randn(8, 4, 8, 8)
+    sigma = torch.linspace(0.1, 1, 8)
+    given, empty = (stacked([tiny_conditions(row) for row in range(at, at + 8)]) for at in (0, 8))
+    both = given | {EMPTY + name: one for name, one in empty.items()}
+    assert family.conditions(4.5) == tuple(both) and family.conditions(1.0) == tuple(given)
+    with torch.no_grad():
+        plain, without = (family.velocity(model, x, sigma, one) for one in (given, empty))
+        guided = family.velocity(model, x, sigma, both, 4.5)
+        assert torch.equal(family.velocity(model, x, sigma, given, 1.0), plain)
+    torch.testing.assert_close(guided, without + 4.5 * (plain - without), rtol=0, atol=1e-5)
+
+
+@pytest.mark.real_engine
+def test_a_guided_row_is_the_same_in_any_batch() -> None:
+    pytest.importorskip("diffusers")
+    model, x, sigma = tiny_sd3(), torch.randn(11, 4, 8, 8), torch.rand(11)
+    rows = [
+        tiny_conditions(row) | {EMPTY + name: one for name, one in tiny_conditions(99).items()}
+        for row in range(11)
+    ]
+
+    def field(x: torch.Tensor, sigma: torch.Tensor, given: Any) -> torch.Tensor:
+        return StableDiffusion3().velocity(model, x, sigma, given, 4.5)
+
+    with torch.no_grad():
+        together = velocities(field, x, sigma, stacked(rows))
+        for row in range(11):
+            at = slice(row, row + 1)
+            assert torch.equal(velocities(field, x[at], sigma[at], stacked(rows[at])), together[at])
 
 
 @pytest.mark.real_engine

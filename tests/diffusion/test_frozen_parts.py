@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from recipe.async_pipeline.diffusion.families import EMPTY
 from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts, as_picture
+from recipe.async_pipeline.diffusion.model_folder import ModelFolder
 
 pytestmark = pytest.mark.real_engine
 
@@ -41,6 +44,15 @@ def test_a_prompt_has_the_same_conditions_in_any_list(frozen: Any) -> None:
         assert value.device.type == "cpu" and not value.requires_grad
 
 
+def test_the_empty_prompt_comes_along_if_it_is_wanted(frozen: Any) -> None:
+    prompt = "red square top left"
+    plain, empty = frozen.encode([prompt, ""])
+    (found,) = frozen.encode([prompt], with_empty=True)
+    assert found.keys() == {*plain, *(EMPTY + name for name in empty)}
+    for name in plain:
+        assert torch.equal(found[name], plain[name]) and torch.equal(found[EMPTY + name], empty[name])
+
+
 def test_latents_become_pictures(frozen: Any) -> None:
     latents = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     pictures = frozen.decode(latents)
@@ -57,3 +69,9 @@ def test_the_parts_are_not_trained(frozen: Any) -> None:
     for part in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
         module = getattr(frozen.pipeline, part)
         assert not module.training and not any(one.requires_grad for one in module.parameters())
+
+
+def test_pictures_are_decoded_in_float32(frozen: Any, tmp_path: Path) -> None:
+    frozen.pipeline.save_pretrained(tmp_path)
+    loaded = FrozenParts.load(ModelFolder(tmp_path), dtype=torch.bfloat16).pipeline
+    assert (loaded.vae.dtype, loaded.text_encoder.dtype) == (torch.float32, torch.bfloat16)

@@ -30,7 +30,7 @@ from recipe.async_pipeline.lab.tasks.image_task.image_model import MAX_TOKENS
 from recipe.async_pipeline.lab.tasks.image_task.image_reward import compute_score
 
 SIDE, STEPS, NOISE, CLIP, RATE = 16, 10, 0.7, 1e-3, 5e-4
-SAMPLES, SEED = 8, 1
+SAMPLES, SEED, GUIDANCE = 8, 1, 2.0
 WINDOWS = RandomWindow(size=3, first=0, end=5, num_steps=STEPS)
 
 
@@ -48,6 +48,7 @@ class Result:
     """What the loop has computed."""
 
     model: Any
+    guided: bool
     rewards: list[float] = field(default_factory=list)
     """Mean of each step."""
     grad_norms: list[float] = field(default_factory=list)
@@ -66,7 +67,7 @@ def batches(task: Path, size: int, number: int) -> list[list[Row]]:
     return [rows[size * i : size * (i + 1)] for i in range(number)]
 
 
-def train(path: Path, batches: Sequence[Sequence[Row]]) -> Result:
+def train(path: Path, batches: Sequence[Sequence[Row]], *, guided: bool) -> Result:
     """Train on batches of prompts, one optimizer step each."""
     import diffusers
 
@@ -78,7 +79,7 @@ def train(path: Path, batches: Sequence[Sequence[Row]]) -> Result:
         for part in (*model.transformer_blocks, model):
             fully_shard(part, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.999), weight_decay=0.0)
-        result = Result(model)
+        result = Result(model, guided)
         for number, batch in enumerate(batches, 1):
             _step(number, batch, folder, frozen, optimizer, result)
         for name, weight in model.state_dict().items():
@@ -105,8 +106,8 @@ def _step(
     result: Result,
 ) -> None:
     model = result.model.eval()
-    velocity = partial(folder.family.velocity, model)
-    conditions = frozen.encode([row.prompt for row in batch])
+    velocity = partial(folder.family.velocity, model, scale=GUIDANCE if result.guided else None)
+    conditions = frozen.encode([row.prompt for row in batch], with_empty=result.guided)
     samples = _drawn(number, batch, folder, velocity, conditions)
     pictures = frozen.decode(torch.stack([one.latent for one in samples]))
     answers = [row.answer for row in batch for _ in range(SAMPLES)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from recipe.async_pipeline.tools.ledger.file import audit_file
 from recipe.async_pipeline.tools.report.figures.data import data_of
@@ -109,9 +110,9 @@ def test_the_reward_grows_at_a_lag_of_three(image_task: Path, tmp_path: Path) ->
 
 
 def test_on_policy_is_the_synchronous_loop(image_task: Path, tmp_path: Path) -> None:
-    """Eight steps through Ray, the sample store and the arenas, against one process without any of them: the
-    same scores, gradient norms and weights, bit for bit. Sampler and trainer agree bit for bit, too, so every
-    ratio is exactly 1, although their bound is 1e-3.
+    """Eight guided steps through Ray, the sample store and the arenas, against one process without any of
+    them: the same scores, gradient norms and weights, bit for bit. Sampler and trainer agree bit for bit,
+    too, so every ratio is exactly 1, although their bound is 1e-3.
     """
     steps, checkpoints = 8, tmp_path / "checkpoints"
     overrides = (
@@ -119,6 +120,7 @@ def test_on_policy_is_the_synchronous_loop(image_task: Path, tmp_path: Path) -> 
         f"trainer.test_freq={steps}",
         f"trainer.save_freq={steps}",
         f"trainer.default_local_dir={checkpoints}",
+        f"trainer.v1.async_pipeline.diffusion.guidance_scale={image_reference.GUIDANCE}",
         RECOMPUTED,
     )
     job = train(image_task, tmp_path / "run", "on_policy", steps, *overrides)
@@ -127,18 +129,20 @@ def test_on_policy_is_the_synchronous_loop(image_task: Path, tmp_path: Path) -> 
     assert validated, "samples without noise are scored"
     check_pictures(job, steps)
 
-    reference = check_reference(image_task, steps, job, saved_weights(checkpoints, steps), apart=0.0)
+    weights = saved_weights(checkpoints, steps)
+    reference = check_reference(image_task, steps, job, weights, apart=0.0, guided=True)
     rows = [row["data"] for row in job.metrics() if "actor/grad_norm" in row["data"]]
     assert [row["actor/grad_norm"] for row in rows] == reference.grad_norms
 
 
 def check_reference(
-    task: Path, steps: int, job: Job, trained: Mapping[str, Any], apart: float
+    task: Path, steps: int, job: Job, trained: Mapping[str, Any], *, apart: float, guided: bool = False
 ) -> image_reference.Result:
     """The job has drawn the images of the synchronous loop in each step, and trained its weights; none is
     further `apart`.
     """
-    reference = image_reference.train(task / "model", image_reference.batches(task, GROUPS, steps))
+    batches = image_reference.batches(task, GROUPS, steps)
+    reference = image_reference.train(task / "model", batches, guided=guided)
     rows = [row["data"] for row in job.metrics() if "actor/grad_norm" in row["data"]]
     assert [row["critic/score/mean"] for row in rows] == reference.rewards
     wanted = reference.weights
@@ -169,7 +173,7 @@ def test_two_ranks_that_are_killed_and_resumed_are_the_synchronous_loop(
     last = train(image_task, run_dir, "on_policy", steps, *overrides)
     resumes.ended_well(last, steps, GROUPS)
     assert " resumed from " in last.output and audit_file(run_dir).processes == 2
-    check_reference(image_task, steps, last, saved_shards(checkpoints, steps, 2), ROUNDING)
+    check_reference(image_task, steps, last, saved_shards(checkpoints, steps, 2), apart=ROUNDING)
 
 
 ON_THIS_MACHINE = {
@@ -264,8 +268,11 @@ def test_what_is_not_delivered_is_noticed_and_a_replica_that_dies_in_a_load_come
 def test_an_adapter_is_trained_and_served(
     image_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that is not delivered to one of two replicas is noticed at the first version."""
+    """By Flow-GRPO's public settings: guidance, a divergence in the loss, and a moving average. An adapter
+    that is not delivered to one of two replicas is noticed at the first version.
+    """
     sabotage(tmp_path / "faults", monkeypatch, ADAPTER)
+    checkpoints = tmp_path / "checkpoints"
     lora = (
         "actor_rollout_ref.model.lora_rank=4",
         "actor_rollout_ref.model.lora_alpha=8",
@@ -273,11 +280,23 @@ def test_an_adapter_is_trained_and_served(
         "actor_rollout_ref.actor.optim.lr=2e-3",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
         "ray_kwargs.ray_init.num_gpus=3",
+        "trainer.v1.async_pipeline.diffusion.guidance_scale=4.5",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0.04",
+        "trainer.v1.async_pipeline.diffusion.ema_decay=0.9",
+        "trainer.v1.async_pipeline.diffusion.ema_every=2",
+        "trainer.save_freq=5",
+        f"trainer.default_local_dir={checkpoints}",
     )
     job = train(image_task, tmp_path / "run", "on_policy", 5, *lora)
     check_images(job, "on_policy", 5)
     assert re.search(rf"ProofError\b.*v0: \S*{re.escape(ADAPTER)} ", job.output)
     rows = [row["data"] for row in job.metrics() if "actor/ppo_kl" in row["data"]]
     assert all(row["actor/grad_norm"] > 0 for row in rows)
+    # The adapter is 0 before the first step.
+    kl = [row["actor/kl_loss"] for row in rows]
+    assert kl[0] == 0 < min(kl[1:])
+    average = checkpoints / "global_step_5" / "actor" / "average" / "adapter_model.safetensors"
+    assert any(one.abs().max() > 0 for name, one in load_file(average).items() if "lora_B" in name)
     # The old log-probs are the rollout's: it draws with the adapter that the trainer has.
     assert max(abs(row["actor/ppo_kl"]) for row in rows) <= ROUNDING

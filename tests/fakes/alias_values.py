@@ -80,9 +80,10 @@ UNDERSTOOD: list[tuple[str, Any, dict[str, Any]]] = [
     ),
     (f"{ROLLOUT}.val_kwargs.pipeline.num_inference_steps", 28, {"diffusion.validation_steps": 28}),
     *(
-        (f"{ROLLOUT}.{name}", 1.0, {})
-        for name in ("guidance_scale", "pipeline.guidance_scale", "pipeline.true_cfg_scale")
+        (f"{ROLLOUT}.{name}", 4.5, {"diffusion.guidance_scale": 4.5})
+        for name in ("guidance_scale", "pipeline.guidance_scale")
     ),
+    (f"{ROLLOUT}.pipeline.true_cfg_scale", 1.0, {}),
     (f"{ROLLOUT}.val_kwargs.algo.noise_level", 0.0, {}),
     ("actor_rollout_ref.actor.diffusion_loss.loss_mode", "flow_grpo", {}),
     ("actor_rollout_ref.actor.diffusion_loss.clip_ratio", 1e-5, {}),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.config.paths import OWN, nested
@@ -30,6 +31,10 @@ class Client:
 
     async def generate(self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any]) -> Any:
         self.asked.append(sampling_params)
+        conditions = {"conditions": {"pooled_projections": torch.ones(3)}}
+        conditions = conditions if "conditions" in sampling_params["wanted"] else {}
+        if "image" not in sampling_params["wanted"]:
+            return SimpleNamespace(token_ids=[], log_probs=[], extra_fields=conditions)
         window = sampling_params["window"]
         steps = [] if window is None else list(range(window[0], sum(window)))
         return SimpleNamespace(
@@ -38,8 +43,8 @@ class Client:
             extra_fields={
                 "latents": LATENTS,
                 "picture": np.zeros((3, 2, 2), np.uint8),
-                "conditions": {"pooled_projections": np.ones(3, np.float32)},
                 "version_spans": [[7, 0]],
+                **conditions,
             },
         )
 

@@ -7,35 +7,40 @@ Argument: a folder, which gets a file of tensors for each cell. Prints what each
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
+from peft import LoraConfig, get_peft_model
+from tensordict import NonTensorStack, TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.utils.losses import ppo_loss
 
-from recipe.async_pipeline.diffusion.families import StableDiffusion3, stacked
+from recipe.async_pipeline.diffusion.families import EMPTY, StableDiffusion3, stacked
 from recipe.async_pipeline.diffusion.model_folder import ModelFolder
 from recipe.async_pipeline.diffusion.policy import evaluate
 from recipe.async_pipeline.diffusion.seeds import seed_of
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.diffusion.windows import RandomWindow
-from recipe.async_pipeline.verl_bridge.workers.diffusion import diffusion_engine  # noqa: F401  registers it
+from recipe.async_pipeline.verl_bridge.rollout.diffusers.fields import CONDITION, HOLDER
+from recipe.async_pipeline.verl_bridge.workers.diffusion import (
+    diffusion_engine,  # noqa: F401  registers it
+    prompt_conditions,
+)
 from recipe.async_pipeline.verl_bridge.workers.diffusion.diffusion_model import (
-    CONDITION,
     Denoising,
     DiffusionModelConfig,
 )
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks
+from recipe.async_pipeline.verl_bridge.workers.loss_registry import ppo_loss_with_scores
 from recipe.async_pipeline.verl_bridge.workers.shards import held_by
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
@@ -47,17 +52,40 @@ from tests.fakes.tiny_flow import tiny_conditions, tiny_folder, tiny_sd3
 SAMPLES, WINDOW, STEPS, SIDE, NOISE = 16, 3, 6, 16, 0.7
 PROMPT = 4
 """Tokens of a prompt: more than one, so that the layout of prompt and response counts."""
-RATE, CLIP = 1e-3, 1e-3
-CELLS = {"full@1": (0, 1), "full@2": (0, 2), "lora@1": (4, 1), "lora@2": (4, 2)}
+RATE, CLIP, GUIDANCE, KL_COEF = 1e-3, 1e-3, 4.5, 0.04
 
 
-def velocity_of(model: Any) -> Any:
-    return partial(StableDiffusion3().velocity, model)
+class Cell(NamedTuple):
+    """How one engine trains."""
+
+    ranks: int
+    adapter: int = 0
+    guided: bool = False
+    """With guidance and a KL divergence."""
 
 
-def sampled(folder: ModelFolder) -> dict[str, Any]:
+CELLS = {
+    "full@1": Cell(1),
+    "full@2": Cell(2),
+    "lora@1": Cell(1, 4),
+    "lora@2": Cell(2, 4),
+    "guided@1": Cell(1, 4, guided=True),
+}
+
+
+def velocity_of(model: Any, *, guided: bool = False) -> Any:
+    return partial(StableDiffusion3().velocity, model, scale=GUIDANCE if guided else None)
+
+
+def conditions_of(group: int, *, guided: bool) -> dict[str, torch.Tensor]:
+    """What the encoders say about the prompt of a group."""
+    empty = {EMPTY + name: one for name, one in tiny_conditions(99).items()}
+    return {**tiny_conditions(group), **(empty if guided else {})}
+
+
+def sampled(folder: ModelFolder, *, guided: bool = False) -> dict[str, Any]:
     """Samples of four groups, as the rollout draws them."""
-    engine = StepEngine(velocity_of(tiny_sd3(0)), max_rows=SAMPLES)
+    engine = StepEngine(velocity_of(tiny_sd3(0), guided=guided), max_rows=SAMPLES)
     engine.load(0, lambda: None)
     windows = RandomWindow(size=WINDOW, first=0, end=5, num_steps=STEPS)
     for index in range(SAMPLES):
@@ -65,7 +93,7 @@ def sampled(folder: ModelFolder) -> dict[str, Any]:
         engine.submit(
             SampleRequest(
                 name=str(index),
-                conditions=tiny_conditions(group),
+                conditions=conditions_of(group, guided=guided),
                 seed=seed_of(index),
                 sampling=Sampling(
                     schedule=folder.schedule(STEPS, SIDE, SIDE),
@@ -84,7 +112,7 @@ def sampled(folder: ModelFolder) -> dict[str, Any]:
         "latents": torch.stack([row.latents for row in rows]),
         "steps": torch.tensor([row.steps for row in rows]),
         "log_probs": torch.stack([row.log_probs for row in rows]),
-        "conditions": stacked([tiny_conditions(index // 4) for index in range(SAMPLES)]),
+        "conditions": stacked([conditions_of(i // 4, guided=guided) for i in range(SAMPLES)]),
         "advantages": torch.randn(SAMPLES, generator=torch.Generator().manual_seed(3)),
     }
 
@@ -107,21 +135,42 @@ def batch_of(data: dict[str, Any], rows: slice) -> Any:
             "advantages": nested(a.expand(WINDOW).clone() for a in data["advantages"][rows]),
             # Nested although the rows have one shape, as the sample store returns all columns.
             "latents": nested(data["latents"][rows]),
-            **{f"{CONDITION}{k}": nested(v[rows]) for k, v in data["conditions"].items()},
         },
         batch_size=count,
     )
+    batch[HOLDER] = NonTensorStack(*[str(index // 4) for index in range(SAMPLES)[rows]])
     tu.assign_non_tensor(batch, use_dynamic_bsz=False, micro_batch_size_per_gpu=8, global_batch_size=SAMPLES)
     return batch
 
 
-def make_engine(path: Path, rank_of_adapter: int) -> Any:
+class SampleStore:
+    """Has the conditions of each group, by its number."""
+
+    def __init__(self, *, guided: bool) -> None:
+        self._guided = guided
+
+    def kv_batch_get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
+        found = [conditions_of(int(key), guided=self._guided) for key in keys]
+        return {
+            name: torch.stack([one[name.removeprefix(CONDITION)] for one in found]) for name in select_fields
+        }
+
+
+def make_engine(path: Path, rank_of_adapter: int, *, guided: bool) -> Any:
     model = DiffusionModelConfig(
         path=str(path),
         lora_rank=rank_of_adapter,
         lora_alpha=8,
         denoising=Denoising(
-            num_inference_steps=STEPS, height=SIDE, width=SIDE, sde_type="sde", noise_level=NOISE
+            num_inference_steps=STEPS,
+            height=SIDE,
+            width=SIDE,
+            sde_type="sde",
+            noise_level=NOISE,
+            guidance_scale=GUIDANCE if guided else None,
+            kl=guided,
+            ema_decay=0.9,
+            ema_every=1,
         ),
     )
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -175,17 +224,19 @@ def whole(engine: Any) -> dict[str, torch.Tensor]:
 def run_rank(rank: int, *, cell: str, folder: Path) -> None:
     """Run one rank: log-probs, one optimizer step, log-probs again, and the delivery of what was trained."""
     torch.set_num_threads(1)
-    rank_of_adapter, count = CELLS[cell]
+    count, rank_of_adapter, guided = CELLS[cell]
     dist.init_process_group("gloo", init_method=f"file://{folder / cell}", rank=rank, world_size=count)
     path = folder / "model"
-    data, share = sampled(ModelFolder(path)), SAMPLES // count
+    data, share = sampled(ModelFolder(path), guided=guided), SAMPLES // count
     rows = slice(rank * share, (rank + 1) * share)
-    engine = make_engine(path, rank_of_adapter)
+    vars(prompt_conditions)["tq"] = SampleStore(guided=guided)
+    engine = make_engine(path, rank_of_adapter, guided=guided)
+    first = whole(engine)
 
     before = log_probs_of(engine, batch_of(data, rows))
     if rank_of_adapter:
         data["log_probs"][rows] = before
-    loss: Callable[..., Any] = partial(ppo_loss, actor_config())
+    loss: Callable[..., Any] = partial(ppo_loss_with_scores, actor_config())
     with engine.train_mode():
         trained = engine.train_batch(batch_of(data, rows), loss_function=loss)
     after = log_probs_of(engine, batch_of(data, rows))
@@ -202,7 +253,7 @@ def run_rank(rank: int, *, cell: str, folder: Path) -> None:
     proved = prove_first([TransformerAdapter(served, torch.device("cpu"))], manifest)
     with torch.no_grad():
         of_rollout = evaluate(
-            velocity_of(served),
+            velocity_of(served, guided=guided),
             latents=data["latents"][rows],
             steps=data["steps"][rows],
             conditions={name: value[rows] for name, value in data["conditions"].items()},
@@ -227,6 +278,8 @@ def run_rank(rank: int, *, cell: str, folder: Path) -> None:
             "of_rollout": of_rollout,
             "published": len(manifest.tensors),
             "proved": proved,
+            "first": first,
+            "kl": float(trained["metrics"]["kl_loss"].aggregate()) if guided else 0.0,
             "grad_norm": float(trained["metrics"]["grad_norm"]),
             "weights": weights,
             "restored": restored.keys() == weights.keys()
@@ -249,38 +302,59 @@ def actor_config() -> Any:
         clip_ratio=CLIP,
         clip_ratio_low=CLIP,
         clip_ratio_high=CLIP,
+        kl_loss_coef=KL_COEF,
     )
 
 
-def by_hand(folder: Path) -> None:
-    """The step of `full@1` in plain torch, as Flow-GRPO writes it."""
+def by_hand(folder: Path, *, guided: bool) -> None:
+    """The step of `full@1`, or of `guided@1`, in plain torch, as Flow-GRPO writes it."""
     torch.set_num_threads(1)
-    model_folder = ModelFolder(folder / "model")
-    data, model = sampled(model_folder), tiny_sd3(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    model_folder, of_steps, base = ModelFolder(folder / "model"), (SAMPLES, WINDOW), tiny_sd3(0)
+    data, model, reference = sampled(model_folder, guided=guided), base, tiny_sd3(0)
+    if guided:
+        model = get_peft_model(
+            base, LoraConfig(r=4, lora_alpha=8, target_modules=list(StableDiffusion3.lora_targets))
+        )
+        engine = torch.load(folder / "guided@1-0.pt")
+        model.load_state_dict(engine["first"])
+        data["log_probs"] = engine["before"]
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer, divergence = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0), 0.0
     for rows in (slice(0, 8), slice(8, 16)):
-        found = evaluate(
-            velocity_of(model),
-            latents=data["latents"][rows],
-            steps=data["steps"][rows],
-            conditions={name: value[rows] for name, value in data["conditions"].items()},
-            schedule=model_folder.schedule(STEPS, SIDE, SIDE),
-            kind="sde",
-            noise_level=NOISE,
-        ).log_probs
-        ratio = (found - data["log_probs"][rows]).exp()
+
+        def of(policy: Any, rows: slice = rows) -> Any:
+            return evaluate(
+                velocity_of(policy, guided=guided),
+                latents=data["latents"][rows],
+                steps=data["steps"][rows],
+                conditions={name: value[rows] for name, value in data["conditions"].items()},
+                schedule=model_folder.schedule(STEPS, SIDE, SIDE),
+                kind="sde",
+                noise_level=NOISE,
+            )
+
+        found = of(model)
+        ratio = (found.log_probs - data["log_probs"][rows]).exp()
         advantages = data["advantages"][rows, None]
-        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
-        (loss.sum() / (SAMPLES * WINDOW)).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).sum()
+        if guided:
+            with torch.no_grad():
+                means = of(reference).means
+            std = found.transition.std.view(8, WINDOW)
+            kl = ((found.means - means).square().mean((2, 3, 4)) / (2 * std.square())).sum()
+            loss, divergence = loss + KL_COEF * kl, divergence + float(kl)
+        (loss / math.prod(of_steps)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
     optimizer.step()
-    torch.save({"grad_norm": float(norm), "weights": model.state_dict()}, folder / "by_hand.pt")
+    values = {"grad_norm": float(norm), "weights": model.state_dict(), "kl": divergence / math.prod(of_steps)}
+    torch.save(values, folder / f"by_hand{'_guided' * guided}.pt")
 
 
 if __name__ == "__main__":
     meet = Path(sys.argv[1])
     tiny_folder(meet / "model")
-    printed = {"by_hand": fork_ranks(lambda _: by_hand(meet), range(1))}
-    for name, (_, ranks) in CELLS.items():
-        printed[name] = fork_ranks(partial(run_rank, cell=name, folder=meet), range(ranks))
+    printed = {"by_hand": fork_ranks(lambda _: by_hand(meet, guided=False), range(1))}
+    for name, cell in CELLS.items():
+        printed[name] = fork_ranks(partial(run_rank, cell=name, folder=meet), range(cell.ranks))
+    printed["by_hand_guided"] = fork_ranks(lambda _: by_hand(meet, guided=True), range(1))
     sys.stdout.write(json.dumps(printed))

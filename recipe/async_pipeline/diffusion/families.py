@@ -19,6 +19,8 @@ from ..errors import ConfigError
 from .schedule import NoiseSchedule, shifted, shifted_schedule
 
 Conditions = Mapping[str, torch.Tensor]
+EMPTY = "empty_"
+"""Prefix of the conditions of the empty prompt, which are there if the guidance needs them."""
 _ATTENTION = (
     *("to_q", "to_k", "to_v", "to_out.0"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -39,6 +41,11 @@ class Family(ABC):
     max_sequence_length: ClassVar[int]
     """Tokens of the T5 tower if the configuration says nothing."""
 
+    def conditions(self, scale: float | None) -> tuple[str, ...]:
+        """Return the names of the conditions of a velocity with this guidance."""
+        names = ("encoder_hidden_states", "pooled_projections")
+        return (*names, *(EMPTY + name for name in names)) if self.guides_by_empty_prompt(scale) else names
+
     @abstractmethod
     def latent_channels(self, config: Mapping[str, Any]) -> int:
         """Return the channels of a latent, by the transformer's config."""
@@ -48,10 +55,26 @@ class Family(ABC):
         """Return the noise levels that the model is sampled with; `tokens`: patches of the image."""
 
     @abstractmethod
+    def check_guidance(self, scale: float | None, config: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the transformer with this config has no guidance of this scale."""
+
+    def guides_by_empty_prompt(self, scale: float | None) -> bool:
+        """Return whether a velocity of this guidance needs the conditions of the empty prompt, too."""
+        return False
+
+    @abstractmethod
     def velocity(
-        self, model: torch.nn.Module, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions
+        self,
+        model: torch.nn.Module,
+        x: torch.Tensor,
+        sigma: torch.Tensor,
+        conditions: Conditions,
+        scale: float | None = None,
     ) -> torch.Tensor:
-        """Return the velocity of each row; float32, shaped as `x`. Each row has its own noise level."""
+        """Return the velocity of each row; float32, shaped as `x`. Each row has its own noise level.
+
+        `scale`: of the guidance; None for the family's.
+        """
 
 
 class StableDiffusion3(Family):
@@ -74,9 +97,31 @@ class StableDiffusion3(Family):
         last = shifted(torch.tensor(smallest, dtype=torch.float64), shift)
         return shifted_schedule(num_steps, shift=shift, last=float(last))
 
+    def check_guidance(self, scale: float | None, config: Mapping[str, Any]) -> None:
+        """Any model of the family can be guided."""
+
+    def guides_by_empty_prompt(self, scale: float | None) -> bool:
+        return scale not in (None, 1.0)
+
     def velocity(
-        self, model: torch.nn.Module, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions
+        self,
+        model: torch.nn.Module,
+        x: torch.Tensor,
+        sigma: torch.Tensor,
+        conditions: Conditions,
+        scale: float | None = None,
     ) -> torch.Tensor:
+        """Guide without a classifier (arXiv 2207.12598): from the empty prompt's velocity to the prompt's,
+        and further if the scale is above 1. Both are rows of one forward.
+        """
+        if scale is not None and self.guides_by_empty_prompt(scale):
+            whole = {
+                name: torch.cat([conditions[EMPTY + name], one])
+                for name, one in conditions.items()
+                if not name.startswith(EMPTY)
+            }
+            without, given = self.velocity(model, x.repeat(2, 1, 1, 1), sigma.repeat(2), whole).chunk(2)
+            return without + scale * (given - without)
         dtype = dtype_of(model)
         predicted: torch.Tensor = model(
             hidden_states=x.to(dtype),
@@ -96,7 +141,7 @@ class Flux(Family):
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     max_sequence_length = 512
     distilled_guidance: ClassVar[float] = 3.5
-    """The guidance scale that guidance-distilled models get as an input; no second forward."""
+    """The guidance scale that guidance-distilled models get as an input unless another is configured."""
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:
         return int(config["in_channels"]) // 4
@@ -107,8 +152,19 @@ class Flux(Family):
         shift = dynamic_shift(scheduler, tokens) if dynamic else scheduler.get("shift", 1.0)
         return shifted_schedule(num_steps, shift=shift, last=1 / num_steps)
 
+    def check_guidance(self, scale: float | None, config: Mapping[str, Any]) -> None:
+        if scale is not None and not config.get("guidance_embeds", False):
+            raise ConfigError(
+                f"guidance_scale must be left out for a FLUX without an input for it, got {scale:g}"
+            )
+
     def velocity(
-        self, model: torch.nn.Module, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions
+        self,
+        model: torch.nn.Module,
+        x: torch.Tensor,
+        sigma: torch.Tensor,
+        conditions: Conditions,
+        scale: float | None = None,
     ) -> torch.Tensor:
         dtype, (rows, _, height, width) = dtype_of(model), x.shape
         states = conditions["encoder_hidden_states"]
@@ -116,7 +172,9 @@ class Flux(Family):
         predicted: torch.Tensor = model(
             hidden_states=packed(x).to(dtype),
             timestep=sigma.float(),
-            guidance=x.new_full((rows,), self.distilled_guidance) if guided else None,
+            guidance=x.new_full((rows,), self.distilled_guidance if scale is None else scale)
+            if guided
+            else None,
             encoder_hidden_states=states.to(dtype),
             pooled_projections=conditions["pooled_projections"].to(dtype),
             txt_ids=x.new_zeros(states.shape[1], 3),

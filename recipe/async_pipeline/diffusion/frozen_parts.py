@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .families import EMPTY
 from .model_folder import ModelFolder
 
 
@@ -21,6 +22,7 @@ class FrozenParts:
     def __init__(self, pipeline: Any, max_sequence_length: int) -> None:
         """`pipeline` is a pipeline of diffusers; its transformer is not used."""
         self.pipeline, self._max_sequence_length = pipeline, max_sequence_length
+        self._empty: dict[str, torch.Tensor] = {}
         for part in ("text_encoder", "text_encoder_2", "text_encoder_3", "vae"):
             module = getattr(pipeline, part, None)
             if module is not None:
@@ -35,7 +37,7 @@ class FrozenParts:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> FrozenParts:
-        """Load all parts but the transformer. Needs diffusers."""
+        """Load all parts but the transformer, and the VAE in float32. Needs diffusers."""
         import diffusers
 
         of_family = getattr(diffusers, folder.family.pipeline)
@@ -44,12 +46,19 @@ class FrozenParts:
             pipeline = of_family.from_pretrained(
                 folder.path, transformer=None, torch_dtype=dtype, local_files_only=True
             )
+        pipeline.vae.to(torch.float32)
         return cls(pipeline.to(device), max_sequence_length or folder.family.max_sequence_length)
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-        """Return the conditions of each prompt, on the CPU. A prompt's are the same in any list."""
-        return [self._encode(prompt) for prompt in prompts]
+    def encode(self, prompts: Sequence[str], *, with_empty: bool = False) -> list[dict[str, torch.Tensor]]:
+        """Return the conditions of each prompt, on the CPU. A prompt's are the same in any list.
+
+        `with_empty`: the empty prompt's are added, with `EMPTY` before their names.
+        """
+        if with_empty and not self._empty:
+            self._empty = {EMPTY + name: one for name, one in self._encode("").items()}
+        shared = self._empty if with_empty else {}
+        return [{**self._encode(prompt), **shared} for prompt in prompts]
 
     def _encode(self, prompt: str) -> dict[str, torch.Tensor]:
         # One prompt for all encoders.

@@ -50,6 +50,10 @@ class ModelFolder:
         channels = self.family.latent_channels(self._transformer_config)
         return channels, height // self.scale, width // self.scale
 
+    def check_guidance(self, scale: float | None) -> None:
+        """Raises ConfigError if the transformer has no guidance of this scale."""
+        self.family.check_guidance(scale, self._transformer_config)
+
     def schedule(self, num_steps: int, height: int, width: int) -> NoiseSchedule:
         """Return the noise levels for an image of a size."""
         _, rows, columns = self.latent_shape(height, width)

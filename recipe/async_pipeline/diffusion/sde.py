@@ -79,6 +79,16 @@ class Transition:
         log_std = self.std.log().to(squared.device)
         return (-squared / (2 * variance) - log_std - _LOG_SQRT_2_PI).float()
 
+    def kl(self, mean: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return how far each row's Gaussian is from the one with another mean: the KL divergence, which is
+        symmetric for equal deviations, averaged over the elements as a log-prob is; float32 of shape (rows,).
+
+        Raises ConfigError for `ode`.
+        """
+        self._require_density()
+        variance = self.std.to(mean.device).square()
+        return (_mean_square(mean - other) / (2 * variance)).float()
+
     def entropy(self) -> torch.Tensor:
         """Return the entropy of each row's Gaussian for one element; no gradient, as the std is fixed."""
         self._require_density()

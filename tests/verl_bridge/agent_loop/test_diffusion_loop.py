@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,29 @@ def test_a_response_has_a_token_for_each_sde_step(module: ModuleType) -> None:
     assert fields["condition_pooled_projections"].tolist() == [1, 1, 1]
     assert "latents" not in fields["extra_fields"]
     assert fields["extra_fields"]["version_spans"] == [[7, 0]]
+
+
+def rows_of(module: ModuleType, *sessions: int) -> dict[str, dict[str, Any]]:
+    """Return the rows of a group in the sample store, by their keys."""
+    return {
+        f"a_{session}_0": stored(module, drawn(module, {**ROW, "session_id": session})[0])
+        for session in sessions
+    }
+
+
+@pytest.mark.parametrize(("sessions", "asks"), [((0, 1, 2), 0), ((1, 0), 0), ((1, 2), 1)])
+def test_one_response_of_a_prompt_has_its_conditions(
+    module: ModuleType, sessions: tuple[int, ...], asks: int
+) -> None:
+    """Another request brings them if the response that was to do so is not in the group."""
+    rows, client = rows_of(module, *sessions), Client()
+    asyncio.run(module.share_conditions(client, ROW, rows))
+    assert len(client.asked) == asks
+    assert [one["prompt"] for one in client.asked] == ["red square"] * asks
+    holder = "a_0_0" if 0 in sessions else "a_1_0"
+    assert {fields["conditions_in"] for fields in rows.values()} == {holder}
+    sizes = {key: len(fields["condition_pooled_projections"]) for key, fields in rows.items()}
+    assert sizes == {key: 3 if key == holder else 0 for key in rows}
 
 
 @pytest.mark.parametrize(

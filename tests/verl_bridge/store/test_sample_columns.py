@@ -81,6 +81,8 @@ def test_training_workers_fetch_numeric_columns_only(
                 "raw_prompt": True,
                 "extra_fields": True,
                 "multi_modal_inputs": True,
+                "condition_pooled_projections": False,
+                "conditions_in": True,
             }
             return SimpleNamespace(
                 field_schema={name: {"is_non_tensor": flag} for name, flag in names.items()}
@@ -88,6 +90,7 @@ def test_training_workers_fetch_numeric_columns_only(
 
     monkeypatch.setattr(module.tq, "get_client", Client)
     batch = KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}])
-    assert module.trained_columns(batch, pictures=False) == ["responses", "advantages"]
-    assert module.trained_columns(batch, pictures=True) == ["responses", "advantages", "multi_modal_inputs"]
+    trained = ["responses", "advantages", "conditions_in"]
+    assert module.trained_columns(batch, pictures=False) == trained
+    assert module.trained_columns(batch, pictures=True) == [*trained[:2], "multi_modal_inputs", trained[2]]
     assert requested == [(["a_0_0"], "train")] * 2

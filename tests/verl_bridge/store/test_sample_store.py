@@ -244,6 +244,7 @@ def sample(length: int) -> dict[str, Any]:
 
     return {
         "responses": torch.arange(length),
+        "conditions": torch.rand(length).bfloat16() if length % 2 else torch.rand(0).bfloat16(),
         "rollout_log_probs": torch.rand(length),
         "raw_prompt": [{"role": "user", "content": f"{length}+1="}],
         "extra_fields": {"version_spans": [[0, 0]], "reward_extra_info": {"acc": np.float32(0.5)}},
@@ -371,6 +372,19 @@ def test_columns_of_later_stages_are_not_written(start: Start, store: ModuleType
     store.restore(folder, shards, [group], "train", 1.0)
     assert queue.rows["a"].keys() == {"response_mask", "loss_mask"}
     assert queue.rows["a"]["response_mask"].tolist() == [1.0, 1.0]
+
+
+def test_images_of_earlier_versions_have_their_own_conditions(
+    start: Start, store: ModuleType, tmp_path: Path
+) -> None:
+    queue = start(1)
+    queue.kv_batch_put(keys=["a"], partition_id="train", fields={"condition_pooled": [1.0]})
+    one = Trajectory(key="a", first_version=0, last_version=0, num_tokens=2, payload={})
+    group = Group(uid="p", step=3, trajectories=(one,), payload=[["condition_pooled"]])
+    folder, shards = save(store, [group], tmp_path)
+    queue = start(1)
+    store.restore(folder, shards, [group], "train", 1.0)
+    assert queue.rows["a"] == {"condition_pooled": 1.0, "conditions_in": "a"}
 
 
 def test_a_checkpoint_of_format_2_is_read(

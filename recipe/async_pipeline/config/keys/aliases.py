@@ -223,8 +223,7 @@ _STRATEGY_AND_LAG = ("strategy", LAG, SHARE)
 _QUOTA_MEANING = (
     f"`strategy=fully_async`; `{LAG}` and `{SHARE}`: (1 + value) * k - 1, with k steps per weight update"
 )
-_NO_GUIDANCE = "guidance by a second forward is not supported, and FLUX's own guidance is set by its family"
-_UNGUIDED: tuple[Any, ...] = (required(1.0, _NO_GUIDANCE), (), "nothing: must be `1.0`")
+_NO_TRUE_CFG = "Stable Diffusion 3 and FLUX have guidance_scale; set that one"
 _NO_NOISE = "images of a validation are drawn without noise"
 _WINDOW = ("diffusion.sde_window_first", "diffusion.sde_window_end")
 _WINDOW_MEANING = "`diffusion.sde_window_first` and `diffusion.sde_window_end`"
@@ -333,9 +332,13 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ),
     ForeignKey("actor_rollout_ref.rollout.sde_window_range", _window, _WINDOW, _WINDOW_MEANING),
     ForeignKey("actor_rollout_ref.rollout.algo.sde_window_range", _window, _WINDOW, _WINDOW_MEANING),
-    ForeignKey("actor_rollout_ref.rollout.guidance_scale", *_UNGUIDED),
-    ForeignKey("actor_rollout_ref.rollout.pipeline.guidance_scale", *_UNGUIDED),
-    ForeignKey("actor_rollout_ref.rollout.pipeline.true_cfg_scale", *_UNGUIDED),
+    ForeignKey("actor_rollout_ref.rollout.guidance_scale", *_same("diffusion.guidance_scale")),
+    ForeignKey("actor_rollout_ref.rollout.pipeline.guidance_scale", *_same("diffusion.guidance_scale")),
+    ForeignKey(
+        "actor_rollout_ref.rollout.pipeline.true_cfg_scale",
+        required(1.0, _NO_TRUE_CFG),
+        meaning="nothing: must be `1.0`",
+    ),
     ForeignKey(
         "actor_rollout_ref.rollout.val_kwargs.algo.noise_level",
         required(0.0, _NO_NOISE),

@@ -40,11 +40,25 @@ class DiffusionConfig:
     """The first step that a window may have, counted from 0. Requires sde_window_size."""
     sde_window_end: Positive | None = None
     """The step before which all windows end. Requires sde_window_size. Default: the last step."""
+    guidance_scale: (
+        Annotated[float, Bounds(above=0, remedy="4.5 is usual for Stable Diffusion 3.5")] | None
+    ) = None
+    """Guidance of all images. Stable Diffusion 3: above 1, each step also computes the velocity of the empty
+    prompt, in training too. FLUX: the input of a guidance-distilled model. Default: 1, or 3.5 for FLUX."""
+    ema_decay: Annotated[float, Bounds(above=0, most=0.9999, remedy="0.9 is usual")] | None = None
+    """Keep an exponential moving average of the trained weights, which checkpoints have next to them; images
+    are drawn without it. Default: none."""
+    ema_every: Positive = 8
+    """Optimizer steps from one update of the average to the next."""
     max_sequence_length: Positive | None = None
     """Tokens of a prompt for the T5 encoder. Default: 256 for Stable Diffusion 3, 512 for FLUX."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)
+        if self.ema_decay is None and self.ema_every != type(self).ema_every:
+            raise ConfigError(
+                f"{self.PATH}.ema_every={self.ema_every} requires {self.PATH}.ema_decay; set it"
+            )
         if self.sde_window_size is None:
             for name in ("sde_window_first", "sde_window_end"):
                 value = getattr(self, name)
@@ -68,5 +82,8 @@ class DiffusionConfig:
             "noise_level": self.noise_level,
             "sde_window_size": self.sde_window_size,
             "sde_window_range": within,
+            "guidance_scale": self.guidance_scale,
+            "ema_decay": self.ema_decay,
+            "ema_every": self.ema_every,
             "max_sequence_length": self.max_sequence_length,
         }

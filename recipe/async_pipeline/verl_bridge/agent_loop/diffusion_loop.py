@@ -19,8 +19,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ...config.paths import OWN
 from ...diffusion.seeds import seed_of
-from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE
-from ..workers.diffusion.diffusion_model import CONDITION, Denoising
+from ..rollout.diffusers.fields import CONDITION, CONDITIONS, HOLDER, IMAGE, LATENTS, PICTURE, WANTED
+from ..workers.diffusion.diffusion_model import Denoising
 from .episodes.episode import change_episode, current_episode
 from .row_place import place_of
 from .tokens.partial_rollouts import RecordingClient
@@ -53,10 +53,8 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
         seconds = time.perf_counter() - started
 
         fields = output.extra_fields
-        latents, conditions = fields.pop(LATENTS), fields.pop(CONDITIONS)
-        # Copies, because arrays that Ray unpacks are read-only.
-        columns = {"latents": torch.tensor(latents)}
-        columns |= {f"{CONDITION}{name}": torch.tensor(one) for name, one in conditions.items()}
+        # A copy, because arrays that Ray unpacks are read-only.
+        columns = {LATENTS: torch.tensor(fields.pop(LATENTS)), **_columns(fields.pop(CONDITIONS, {}))}
         # verl needs a token; a sample of validation has no SDE step, and is not trained.
         steps, log_probs = output.token_ids or [0], output.log_probs or [0.0]
         return AgentLoopOutput(
@@ -90,9 +88,11 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
         trained = not current_episode().validates
         window = self._windows.of(seed_of("window", *place), place[1]) if trained else None
         kind = "train" if trained else "val"
+        session = int(row["session_id"])
         return {
             "prompt": prompt,
-            "seed": seed_of(kind, *place, int(row["session_id"])),
+            WANTED: (IMAGE, CONDITIONS) if trained and session == 0 else (IMAGE,),
+            "seed": seed_of(kind, *place, session),
             "window": None if window is None else [window.start, window.size],
         }
 
@@ -109,6 +109,31 @@ def add_columns(fields: Sequence[dict[str, Any]]) -> None:
         extra = values.get("extra_fields") or {}
         if not extra.pop(KEPT, False):
             extra.pop(PICTURE, None)
+
+
+async def share_conditions(
+    client: Any, prompt: Mapping[str, Any], rows: Mapping[str, dict[str, Any]]
+) -> None:
+    """Have one row of a group hold the conditions of its prompt, and all rows name it. `rows` by key.
+
+    The response that was to bring them may not be in the group; then another request does.
+    """
+    names = {name for fields in rows.values() for name in fields if name.startswith(CONDITION)}
+    holder = next((key for key, fields in rows.items() if names & fields.keys()), next(iter(rows)))
+    if not names:
+        text = prompt_of(prompt["raw_prompt"])
+        asked = {"prompt": text, WANTED: (CONDITIONS,)}
+        output = await client.generate(request_id=uuid4().hex, prompt_ids=[], sampling_params=asked)
+        rows[holder].update(_columns(output.extra_fields[CONDITIONS]))
+    found = {name: one for name, one in rows[holder].items() if name.startswith(CONDITION)}
+    for key, fields in rows.items():
+        if key != holder:
+            fields.update({name: one[:0] for name, one in found.items()})
+        fields[HOLDER] = holder
+
+
+def _columns(conditions: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{CONDITION}{name}": one for name, one in conditions.items()}
 
 
 def prompt_of(messages: Sequence[Mapping[str, Any]]) -> str:

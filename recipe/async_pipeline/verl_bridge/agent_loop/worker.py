@@ -26,6 +26,7 @@ from ..launch.run_config import knobs_of
 from ..process.garbage import freeze_present_objects
 from ..reward.responses import Response
 from ..reward.worker import PlainCaller
+from ..rules.diffusers_rules import draws_images
 from ..store.sample_store import count_cores_once
 from . import diffusion_loop, stored_sessions
 from .episodes import environment_loop
@@ -103,6 +104,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._scores = Scores(knobs.reward.failure, knobs.reward.default)
         # Read for each response, for which a config is too slow.
         self._scores_at_once = knobs.reward.while_generating
+        self._draws_images = draws_images(self.config)
         self._saves = self.config.trainer.save_freq > 0
         self._sampling = sampling_of(self.config.actor_rollout_ref.rollout)
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
@@ -273,6 +275,9 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         samples, redundant = divided(group.finished, chosen, episodes)
         flaws = flaws_together(n, [episodes[i].flaws for i in chosen], [one.fields for one in samples])
         if usable(flaws):
+            if samples and self._draws_images:
+                rows = {one.trajectory.key: one.fields for one in samples}
+                await diffusion_loop.share_conditions(self.llm_client, prompt, rows)
             group.is_stored = True
             await stored_sessions.put_group(samples, as_rows=self._stores_rows)
         return finished_group(prompt, samples, flaws, redundant, episodes)

@@ -9,7 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from ...config.checks.refusals import Refusal, Settings, any_of, must_be, never, on, refuse
+from ...config.checks.refusals import Refusal, Settings, any_of, must_be, must_be_off, never, on, refuse
+from ...config.derived.adapters import adapter_rank
 from ...config.knobs.diffusion import DiffusionConfig
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN
@@ -65,6 +66,7 @@ def _check_sizes(config: DictConfig, how: DiffusionConfig) -> None:
     try:
         folder.latent_shape(how.height, how.width)
         Denoising.of(how.denoising())
+        folder.check_guidance(how.guidance_scale)
     except ConfigError as error:
         raise ConfigError(f"{how.PATH}: {error}") from None
 
@@ -83,7 +85,10 @@ def set_image_keys(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
         model.path = str(path)
         model.tokenizer_path = model.tokenizer_path or str(ModelFolder(path).tokenizer)
         model.load_tokenizer = True
-        model.denoising = values
+        # The update computes it; verl would make a reference policy for it, which estimates it.
+        actor = config.actor_rollout_ref.actor
+        model.denoising = {**values, "kl": bool(actor.use_kl_loss)}
+        actor.use_kl_loss = False
         config.data.max_response_length = Denoising.of(values).num_trained
         config.actor_rollout_ref.rollout.agent.default_agent_loop = AGENT_LOOP
         manager = config.reward.reward_manager
@@ -93,7 +98,7 @@ def set_image_keys(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
 
 _ACTOR, _SDE_TYPE = "actor_rollout_ref.actor", f"{DiffusionConfig.PATH}.sde_type"
 _ONE_PICTURE = "an episode is one picture"
-_NO_REFERENCE = "a reference policy of images is not supported yet"
+_KL = f"{_ACTOR}.use_kl_loss"
 RULES: tuple[Refusal, ...] = (
     must_be(
         f"{ROLLOUT}.tensor_model_parallel_size", 1, remedy="use more replicas instead", where=_FOR_IMAGES
@@ -117,8 +122,26 @@ RULES: tuple[Refusal, ...] = (
     must_be("reward.reward_manager.name", "naive", GERL_REWARDS, remedy=_OWN_REWARDS, where=_FOR_IMAGES),
     must_be("reward_model.reward_manager", None, GERL_REWARDS, remedy=_OWN_REWARDS, where=_FOR_IMAGES),
     must_be("algorithm.filter_groups.enable", False, None, remedy="leave it out", where=_FOR_IMAGES),
-    must_be("actor_rollout_ref.actor.use_kl_loss", False, None, remedy=_NO_REFERENCE, where=_FOR_IMAGES),
-    must_be("algorithm.use_kl_in_reward", False, None, remedy=_NO_REFERENCE, where=_FOR_IMAGES),
+    must_be_off(
+        _KL,
+        f"set {MODEL}.lora_rank: the reference is the transformer without its adapter",
+        f"{_FOR_IMAGES} and without an adapter",
+        when=lambda at: not adapter_rank(at.config),
+    ),
+    Refusal(
+        f"{_ACTOR}.kl_loss_type",
+        any_of("low_var_kl"),
+        f"must be left out {_FOR_IMAGES}",
+        "the divergence of two Gaussians needs no estimate",
+        when=lambda at: at[_KL],
+    ),
+    must_be(
+        "algorithm.use_kl_in_reward",
+        False,
+        None,
+        remedy=f"set {_KL}, since it is part of the loss there",
+        where=_FOR_IMAGES,
+    ),
     Refusal(f"{OWN}.agentic.environment", any_of(None), f"must be left out {_FOR_IMAGES}", _ONE_PICTURE),
     Refusal(f"{OWN}.agentic.agent", any_of(None), f"must be left out {_FOR_IMAGES}", _ONE_PICTURE),
     Refusal(

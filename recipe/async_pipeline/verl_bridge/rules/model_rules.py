@@ -21,6 +21,7 @@ from ...config.derived.adapters import publishes_adapters
 from ...config.placement import PLACED
 from ...errors import ConfigError
 from ...installed.engines import find_spec
+from .diffusers_rules import draws_images
 from .engine_arguments import check_arguments, check_engine_names, check_listed, check_replaced
 from .expert_backends import check_expert_kernels
 from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
@@ -100,8 +101,9 @@ def has_critic(config: DictConfig) -> bool:
 
 
 def has_reference(config: DictConfig) -> bool:
-    """Return whether verl will use a reference policy."""
-    return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
+    """Return whether verl will use a reference policy. An update of images computes its KL without one."""
+    in_loss = config.actor_rollout_ref.actor.use_kl_loss and not draws_images(config)
+    return bool(config.algorithm.get("use_kl_in_reward", False) or in_loss)
 
 
 def placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:

@@ -15,6 +15,8 @@ import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from ..rollout.diffusers.fields import CONDITION, HOLDER
+
 PICTURES = "multi_modal_inputs"
 """The column with a processor's output for images."""
 
@@ -61,6 +63,8 @@ def _column(values: list[Any]) -> Any:
 def trained_columns(meta: KVBatchMeta, *, pictures: bool) -> list[str]:
     """Return the columns that a model or a loss can use: tensors, and a processor's output for images.
 
+    Conditions of images are fetched once a prompt; see `workers.diffusion.prompt_conditions`.
+
     verl fetches all columns. Fetching, sorting and splitting prompt texts, agent loop metadata and inputs of
     reward functions takes the training workers up to a fifth of a short step.
     """
@@ -68,5 +72,7 @@ def trained_columns(meta: KVBatchMeta, *, pictures: bool) -> list[str]:
     return [
         name
         for name, about in columns.items()
-        if not about["is_non_tensor"] or (pictures and name == PICTURES)
+        if (not about["is_non_tensor"] and not name.startswith(CONDITION))
+        or name == HOLDER
+        or (pictures and name == PICTURES)
     ]

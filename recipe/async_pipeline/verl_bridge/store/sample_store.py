@@ -34,6 +34,7 @@ from ...core.groups.items import Group
 from ...errors import CheckpointError
 from .. import replaced
 from ..calls.ray_calls import ASK_S, got
+from ..rollout.diffusers.fields import CONDITION, HOLDER
 from .sample_columns import SampleColumns
 from .sample_grouping import joinable
 
@@ -258,6 +259,9 @@ def _restored(checkpoint: str, shards: Sequence[str], tags: Mapping[str, Any], p
     found: list[str] = []
     for shard in shards:
         rows = tensor_tree.read(store.require_shard(Path(checkpoint), shard))
+        for key, columns in rows.items():
+            if any(name.startswith(CONDITION) for name in columns):
+                columns.setdefault(HOLDER, key)  # earlier versions stored them with each image
         put(rows, tags, partition)
         found += rows
     return found

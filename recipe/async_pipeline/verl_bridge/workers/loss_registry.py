@@ -15,14 +15,18 @@ from typing import Any, cast
 
 import torch
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_gpg, register_policy_loss
+from verl.utils.metric import Metric
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
 
 from ...config.checks.rollout_correction import POLICY_LOSS, check_loss_parameters
 from ...errors import ConfigError
 from . import losses
 
+KL = "kl"
+"""Entry of a model's output: a divergence for each token, in verl's layout of log-probs."""
 LossMetrics = dict[str, float]
 LossesAndMetrics = tuple[losses.TokenLosses, Mapping[str, torch.Tensor]]
 """The losses, and further values to average over the tokens, by metric name."""
@@ -61,7 +65,8 @@ def ppo_loss_with_scores(
     `topr`.
 
     A worker passes this to `set_loss_fn` instead of verl's. `data` is a micro-batch with the column
-    `rm_scores`, jagged (batch, response length), which is read only if `topr_split` is score.
+    `rm_scores`, jagged (batch, response length), which is read only if `topr_split` is score. If the model's
+    output has a `KL`, its mean is added, times `kl_loss_coef`.
     """
     positive = None
     if config.policy_loss.get("topr_split") == "score":
@@ -71,6 +76,13 @@ def ppo_loss_with_scores(
         loss, metrics = ppo_loss(config, model_output, data, dp_group)
     finally:
         _positive.reset(token)
+    if KL in model_output:
+        mask = data.select("response_mask").to_padded_tensor()["response_mask"].bool()
+        kl = no_padding_2_padding(model_output[KL], data)
+        mean = agg_loss(kl, mask, config.loss_agg_mode, **config.global_batch_info)
+        loss = loss + config.kl_loss_coef * mean
+        added = Metric(value=mean, aggregation=metrics["actor/pg_loss"].aggregation)
+        metrics |= {"kl_loss": added, "kl_coef": config.kl_loss_coef}
     return loss, metrics
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from recipe.async_pipeline.errors import ConfigError
 from tests import REPOSITORY
@@ -86,6 +87,13 @@ def test_a_step_is_the_step_of_flow_grpo(folder: Path) -> None:
     assert float((joined([trained], "after") - joined([trained], "before")).abs().max()) > 1e-6, "it trained"
 
 
+def test_a_guided_step_with_a_divergence_is_the_one_of_flow_grpo(folder: Path) -> None:
+    (trained,), by_hand = cell(folder, "guided@1"), torch.load(folder / "by_hand_guided.pt")
+    assert trained["kl"] == pytest.approx(by_hand["kl"], rel=1e-5) and by_hand["kl"] > 1e-6
+    assert trained["grad_norm"] == pytest.approx(by_hand["grad_norm"], rel=1e-5)
+    assert furthest(trained["weights"], by_hand["weights"]) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_two_ranks_are_one(folder: Path, kind: str) -> None:
     one, two = cell(folder, f"{kind}@1"), cell(folder, f"{kind}@2")
@@ -95,7 +103,7 @@ def test_two_ranks_are_one(folder: Path, kind: str) -> None:
     assert furthest(two[0]["weights"], one[0]["weights"]) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["full@1", "full@2", "lora@1", "lora@2"])
+@pytest.mark.parametrize("name", ["full@1", "full@2", "lora@1", "lora@2", "guided@1"])
 def test_a_rollout_loads_and_proves_what_was_trained(folder: Path, name: str) -> None:
     """Its log-probs are the trainer's after the step, not those before."""
     for of_rank in cell(folder, name):
@@ -107,6 +115,23 @@ def test_a_rollout_loads_and_proves_what_was_trained(folder: Path, name: str) ->
 @pytest.mark.parametrize("name", ["full@1", "full@2", "lora@1", "lora@2"])
 def test_a_checkpoint_restores_every_weight(folder: Path, name: str) -> None:
     assert all(of_rank["restored"] and of_rank["described"] for of_rank in cell(folder, name))
+
+
+@pytest.mark.parametrize("name", ["full@1", "full@2", "lora@1", "lora@2"])
+def test_a_checkpoint_has_the_moving_average_of_what_is_trained(folder: Path, name: str) -> None:
+    """As diffusers or peft read it; after one step with a decay of (1 + 1) / (10 + 1)."""
+    trained, average = cell(folder, name)[0], folder / f"{name}-checkpoint" / "average"
+    files = {"full": "diffusion_pytorch_model.safetensors", "lora": "adapter_model.safetensors"}
+    found = load_file(average / files[name[:4]])
+    weights = {key.replace(".default.", "."): trained["weights"][key] for key in trained["weights"]}
+    first = {key.replace(".default.", "."): trained["first"][key] for key in trained["first"]}
+    assert found.keys() == {key for key in weights if name[:4] == "full" or ".lora_" in key}
+    for key, value in found.items():
+        # `make_engine` changes it once the average has begun.
+        began = first[key] - 0.01 if "lora_B" in key else first[key]
+        wanted = began + (weights[key] - began) * 9 / 11
+        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-7)
+    assert any((average / one).is_file() for one in ("config.json", "adapter_config.json"))
 
 
 def test_an_adapter_trains_nothing_else(folder: Path) -> None:
@@ -139,8 +164,3 @@ def test_windows_of_one_size_are_required(module: ModuleType) -> None:
     assert module.steps_of(torch.arange(6).view(2, 3), latents).tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ConfigError, match="2 samples with 4 latents each must have 3 SDE steps each, got 4"):
         module.steps_of(torch.arange(4).view(2, 2), latents)
-
-
-def test_conditions_have_the_names_of_the_family(module: ModuleType) -> None:
-    batch = {"latents": torch.zeros(1), "condition_pooled_projections": torch.ones(1)}
-    assert module.conditions_of(batch) == {"pooled_projections": torch.ones(1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
-from ....diffusion.families import Conditions
+from ....diffusion.families import EMPTY, Conditions
 from ....diffusion.frozen_parts import FrozenParts
 from ....diffusion.step_engine import SampleRequest, Sampling, StepEngine
 from ....diffusion.transformer_adapter import TransformerAdapter
@@ -31,10 +31,10 @@ from ...workers.diffusion.diffusion_model import DiffusionModelConfig
 from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer
 from .engine import DiffusersEngine, DrawnImage
-from .fields import CONDITIONS, LATENTS, PICTURE
+from .fields import CONDITIONS, IMAGE, LATENTS, PICTURE, WANTED
 
-PROMPTS = 4096
-"""Prompts whose conditions are kept."""
+KEPT_BYTES = 1 << 30
+"""Of the conditions of recent prompts."""
 
 
 class ImageServer:
@@ -49,7 +49,7 @@ class ImageServer:
         self.config, self._model_config = config, model_config
         self.replica_rank, self.node_rank = replica_rank, node_rank
         self.global_steps: int | None = None
-        self._conditions: LRUCache[str, Conditions] = LRUCache(PROMPTS)
+        self._conditions: LRUCache[str, Conditions] = LRUCache(KEPT_BYTES, num_bytes)
         self._encoding = asyncio.Lock()
 
     async def _start(self) -> None:
@@ -61,7 +61,7 @@ class ImageServer:
         transformer, self._frozen = await asyncio.to_thread(self._load, device)
         self._rank = ServingRank(TransformerAdapter(transformer, device))
         steps = StepEngine(
-            partial(self._model.folder.family.velocity, transformer),
+            partial(self._model.folder.family.velocity, transformer, scale=self._guidance_scale),
             max_rows=int(self.config.max_num_seqs),
             device=str(device),
         )
@@ -86,10 +86,13 @@ class ImageServer:
     async def generate(
         self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], request_id: str, **_: Any
     ) -> TokenOutput:
-        """Draw one image. `sampling_params` has its prompt, its seed, and its window: first SDE step and
-        their number, or None for a sample without noise.
+        """Draw one image. `sampling_params` has its prompt, what is wanted, its seed, and its window: first
+        SDE step and their number, or None for a sample without noise.
         """
-        conditions = await self._encoded(str(sampling_params["prompt"]))
+        conditions, wanted = await self._encoded(str(sampling_params["prompt"])), sampling_params[WANTED]
+        fields: dict[str, Any] = {CONDITIONS: conditions} if CONDITIONS in wanted else {}
+        if IMAGE not in wanted:
+            return TokenOutput(token_ids=[], log_probs=[], stop_reason="completed", extra_fields=fields)
         request = SampleRequest(
             name=request_id,
             conditions=conditions,
@@ -106,11 +109,7 @@ class ImageServer:
             token_ids=list(sample.steps),
             log_probs=sample.log_probs.tolist(),
             stop_reason="completed",
-            extra_fields={
-                LATENTS: sample.latents.numpy(),
-                PICTURE: drawn.picture.numpy(),
-                CONDITIONS: {name: one.float().numpy() for name, one in conditions.items()},
-            },
+            extra_fields={LATENTS: sample.latents.numpy(), PICTURE: drawn.picture.numpy(), **fields},
         )
 
     async def _encoded(self, prompt: str) -> Conditions:
@@ -118,9 +117,16 @@ class ImageServer:
         async with self._encoding:
             found = self._conditions.get(prompt)
             if found is None:
-                (found,) = await asyncio.to_thread(self._frozen.encode, [prompt])
-                self._conditions[prompt] = found
+                with_empty = self._model.folder.family.guides_by_empty_prompt(self._guidance_scale)
+                (found,) = await asyncio.to_thread(self._frozen.encode, [prompt], with_empty=with_empty)
+                with suppress(ValueError):  # larger than what is kept
+                    self._conditions[prompt] = found
         return found
+
+    @property
+    def _guidance_scale(self) -> float | None:
+        scale: float | None = self._model.denoising.guidance_scale
+        return scale
 
     def _sampling(self, window: Sequence[int] | None) -> Sampling:
         how = self._model.denoising
@@ -135,6 +141,11 @@ class ImageServer:
             noise_level=how.noise_level,
             window=SdeWindow(int(first), int(size)),
         )
+
+
+def num_bytes(conditions: Conditions) -> int:
+    """Return the size of conditions, without the empty prompt's, which all prompts share."""
+    return sum(one.nbytes for name, one in conditions.items() if not name.startswith(EMPTY))
 
 
 class PipelineDiffusersServer(VersionedServer, ImageServer):

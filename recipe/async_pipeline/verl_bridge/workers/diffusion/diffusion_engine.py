@@ -8,7 +8,7 @@ columns of a batch:
 | column | shape | |
 |---|---|---|
 | `latents` | (samples, steps + 1, channels, height, width) | before the first SDE step, and after each |
-| `condition_*` | (samples, ...) | what the text encoders say about the prompt |
+| `conditions_in` | (samples) | key of the response that holds what the text encoders say about the prompt |
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.torch_dtypes import PrecisionType
@@ -29,12 +31,24 @@ from verl.workers.engine.utils import detach_tree
 
 from ....diffusion.policy import evaluate
 from ....errors import ConfigError
-from .diffusion_model import CONDITION
+from ...rollout.diffusers.fields import HOLDER
+from ..loss_registry import KL
+from .moving_average import MovingAverage
+from .prompt_conditions import PromptConditions
 
 
 @EngineRegistry.register(model_type="diffusion_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
 class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
     """Trains a transformer of diffusers. Its model configuration is a `DiffusionModelConfig`."""
+
+    _conditions: PromptConditions | None = None
+    _average: MovingAverage | None = None
+
+    def initialize(self) -> None:
+        super().initialize()
+        how = self.model_config.denoising
+        if how.ema_decay is not None and not self.engine_config.forward_only:
+            self._average = MovingAverage(self.module, how.ema_decay, how.ema_every)
 
     def _build_module(self) -> torch.nn.Module:
         """Load the transformer from the pipeline folder."""
@@ -75,16 +89,18 @@ class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
         """Compute the log-probs of all steps of a micro-batch in one forward, and the loss."""
         micro_batch = micro_batch.to(get_device_id())
         how, latents = self.model_config.denoising, dense(micro_batch["latents"])
+        evaluated = partial(
+            evaluate,
+            self._velocity,
+            latents=latents,
+            steps=steps_of(micro_batch["responses"], latents),
+            conditions=self._conditions_of(micro_batch),
+            schedule=self.model_config.schedule,
+            kind=how.sde_type,
+            noise_level=how.noise_level,
+        )
         with self._precision():
-            values = evaluate(
-                self._velocity,
-                latents=latents,
-                steps=steps_of(micro_batch["responses"], latents),
-                conditions=conditions_of(micro_batch),
-                schedule=self.model_config.schedule,
-                kind=how.sde_type,
-                noise_level=how.noise_level,
-            )
+            values = evaluated()
         lengths = micro_batch["prompts"].offsets().diff().tolist()
         output = {"log_probs": as_verl_has_them(values.log_probs, lengths)}
         if tu.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False):
@@ -93,8 +109,14 @@ class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
 
         loss, metrics = torch.tensor(1.0, device=latents.device), {}
         if loss_function is not None:
+            given = output
+            if how.kl and not forward_only:
+                with torch.no_grad(), self.disable_adapter(), self._precision():
+                    reference = evaluated().means
+                kl = values.transition.kl(values.means.flatten(0, 1), reference.flatten(0, 1))
+                given = {**output, KL: as_verl_has_them(kl.view_as(values.log_probs), lengths)}
             loss, metrics = loss_function(
-                model_output=output, data=micro_batch, dp_group=self.get_data_parallel_group()
+                model_output=given, data=micro_batch, dp_group=self.get_data_parallel_group()
             )
         elif not forward_only:
             raise ConfigError("training needs a loss function, got none")
@@ -104,8 +126,39 @@ class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
             "metrics": metrics,
         }
 
+    def _conditions_of(self, batch: Any) -> dict[str, torch.Tensor]:
+        config = self.model_config
+        if self._conditions is None:
+            self._conditions = PromptConditions(
+                config.folder.family.conditions(config.denoising.guidance_scale)
+            )
+        found = self._conditions.of(list(batch[HOLDER]))
+        return {name: one.to(get_device_id()) for name, one in found.items()}
+
+    def optimizer_step(self) -> Any:
+        """Step as verl does, and update the moving average."""
+        norm = super().optimizer_step()
+        if self._average is not None:
+            self._average.step()
+        return norm
+
+    def save_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
+        """Save as verl does, with the moving average."""
+        super().save_checkpoint(local_path, *more, **others)
+        if self._average is not None:
+            self._average.save(Path(local_path), *_place())
+
+    def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
+        """Load as verl does, with the moving average. Raises CheckpointError if the checkpoint has none."""
+        super().load_checkpoint(local_path, *more, **others)
+        if self._average is not None:
+            self._average.load(Path(local_path), *_place())
+
     def _velocity(self, x: torch.Tensor, sigma: torch.Tensor, conditions: Any) -> torch.Tensor:
-        velocity: torch.Tensor = self.model_config.folder.family.velocity(self.module, x, sigma, conditions)
+        config = self.model_config
+        velocity: torch.Tensor = config.folder.family.velocity(
+            self.module, x, sigma, conditions, config.denoising.guidance_scale
+        )
         return velocity
 
     def _precision(self) -> Any:
@@ -113,6 +166,11 @@ class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+
+def _place() -> tuple[int, int]:
+    """Return the number of this rank, and how many there are."""
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def answer_as_language_model(module: Any) -> None:
@@ -145,15 +203,6 @@ def steps_of(responses: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
             f"got {flat.numel()} in total; all samples of a batch need windows of one size"
         )
     return flat.view(samples, count)
-
-
-def conditions_of(batch: Any) -> dict[str, torch.Tensor]:
-    """Return the conditions of a batch, by the names of the family."""
-    return {
-        key.removeprefix(CONDITION): dense(batch[key])
-        for key in map(str, batch.keys())
-        if key.startswith(CONDITION)
-    }
 
 
 def as_verl_has_them(values: torch.Tensor, prompt_lengths: Sequence[int]) -> torch.Tensor:

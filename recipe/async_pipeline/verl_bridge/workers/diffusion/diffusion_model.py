@@ -23,8 +23,6 @@ from ....diffusion.sde import SdeKind, check_noise
 from ....diffusion.windows import Windows, windows
 from ....errors import ConfigError
 
-CONDITION = "condition_"
-"""Prefix of the columns of a batch that hold conditions."""
 CHAT_TEMPLATE = "{%- for message in messages -%}{{- message['content'] -}}{%- endfor -%}"
 """verl asks tokenizers for chat templates; an image model gets the bare prompt."""
 
@@ -44,6 +42,13 @@ class Denoising:
     """First step, and the step after the last, that a window may have; None for all but the last."""
     validation_steps: int | None = None
     """Steps of a sample in validation, which has no noise; None for `num_inference_steps`."""
+    guidance_scale: float | None = None
+    """None for the family's."""
+    ema_decay: float | None = None
+    """None for no moving average."""
+    ema_every: int = 8
+    kl: bool = False
+    """Whether the loss gets the KL divergence from the transformer without its adapter."""
     max_sequence_length: int | None = None
     """Tokens of a prompt for the T5 encoder; None for the family's."""
 
