@@ -39,9 +39,10 @@ def keep_tokens(processor: Any) -> None:
             _move(items, tokens, mm_tokens, processor)
         return items, tokens, result
 
-    async def process_mm_data_async(*args: Any, input_text: Any, **others: Any) -> Any:
-        made = await process(*args, input_text=input_text, **others)
-        if isinstance(input_text, list) and made is not None and made.input_ids != input_text:
+    async def process_mm_data_async(*args: Any, **named: Any) -> Any:
+        made = await process(*args, **named)
+        given = next(filter(_are_tokens, (*args, *named.values())), None)
+        if given is not None and made is not None and made.input_ids != given:
             name = type(processor).__name__
             raise ValueError(f"{name} of SGLang changes the tokens of a request with pictures; use vllm")
         return made
@@ -61,6 +62,11 @@ def placeholders(processor: Any) -> Mapping[str, float]:
     tokens = processor.mm_tokens
     ids = (tokens.image_token_id, tokens.video_token_id, tokens.audio_token_id)
     return {str(one): float("-inf") for one in ids if one is not None}
+
+
+def _are_tokens(value: Any) -> bool:
+    """Return whether an argument is the tokens of a request; no other one is a list of numbers."""
+    return isinstance(value, list) and isinstance(next(iter(value), None), int)
 
 
 def _move(items: Iterable[Any], tokens: Any, mm_tokens: Any, processor: Any) -> None:
