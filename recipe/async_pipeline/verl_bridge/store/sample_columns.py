@@ -17,6 +17,8 @@ from transfer_queue import KVBatchMeta
 
 from ..rollout.diffusers.fields import CONDITION, HOLDER
 
+PARTITION = "train"
+"""Partition of the sample store for training samples."""
 PICTURES = "multi_modal_inputs"
 """The column with a processor's output for images."""
 

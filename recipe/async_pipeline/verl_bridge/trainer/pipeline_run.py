@@ -62,8 +62,9 @@ from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import room_by_node
 from ..rules.diffusers_rules import draws_images
 from ..store import sample_store
+from ..store.sample_columns import PARTITION
 from . import checkpoint_contents
-from .batches.generation import PARTITION, Generation
+from .batches.generation import Generation
 from .batches.log_probs import LogProbs
 from .batches.prompt_source import PromptSource
 from .batches.verl_stages import VerlStages

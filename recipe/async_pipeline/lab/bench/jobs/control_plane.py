@@ -31,7 +31,7 @@ from ....verl_bridge.calls.control_calls import server_actor
 from ....verl_bridge.calls.direct_calls import DirectCaller
 from ....verl_bridge.rollout.bounded_replica import BoundedReplica
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
-from ....verl_bridge.trainer.batches.generation import PARTITION
+from ....verl_bridge.store.sample_columns import PARTITION
 from ....verl_bridge.trainer.pipeline_run import PipelineRun
 from ....verl_bridge.trainer.reporting.sample_metrics import SampleMeters
 from ....verl_bridge.trainer.verl_trainer import VerlTrainer

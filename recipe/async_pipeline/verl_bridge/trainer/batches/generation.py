@@ -26,14 +26,12 @@ from ....errors import RolloutError
 from ....observe.run_directory.agent_output import FailedAttempt
 from ...agent_loop.manager import PushAgentLoopManager
 from ...reward.batch_scoring import score_batch
+from ...store.sample_columns import PARTITION
 from ..calls import BlockingCalls
 from ..reporting.sample_metrics import SampleMeters
 from .data_rows import FLAW
 from .prompt_source import PromptSource
 from .verl_stages import VerlStages, own_copy
-
-PARTITION = "train"
-"""Partition of the sample store for training samples."""
 
 
 class Generation:

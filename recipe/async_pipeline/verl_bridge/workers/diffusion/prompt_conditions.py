@@ -15,10 +15,10 @@ from cachetools import LRUCache
 
 from ....diffusion.families import stacked
 from ...rollout.diffusers.fields import CONDITION
+from ...store.sample_columns import PARTITION
 
 KEPT_BYTES = 1 << 28
 """Of conditions in a worker: a step reads them for old log-probs, and again to train. Later steps do not."""
-PARTITION = "train"
 
 
 class PromptConditions:
