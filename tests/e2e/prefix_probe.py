@@ -63,9 +63,11 @@ class Probe:
         while sum(answer.sent_before is not None for answer in self.answers.values()) < requests:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
-    async def cached(self, prompt: list[int], session: int | None = None, tokens: int = 1) -> int:
+    async def cached(
+        self, prompt: list[int], session: int | None = None, tokens: int = 1, due: int | None = None
+    ) -> int:
         """Return how many tokens of the prompt the engine did not compute, because it had them."""
-        with recorded_spans(session):
+        with recorded_spans(session, due):
             return await self.engine.cached(prompt, tokens)
 
 
@@ -103,10 +105,25 @@ async def case_of(probe: Probe, reuse: Reuse, mine: int) -> dict[str, int]:
     return found
 
 
+async def order_of(probe: Probe, *dues: int) -> list[int]:
+    """Return in which order the engine answers requests that wait in it."""
+    running = asyncio.create_task(probe.cached(prompt_of(0), tokens=MAX_LEN - len(prompt_of(0)) - 2, due=9))
+    await probe.answering()
+    answered: list[int] = []
+    waiting = []
+    for due in dues:
+        waiting.append(asyncio.create_task(probe.cached(prompt_of(due), due=due)))
+        waiting[-1].add_done_callback(lambda answer: answered.append(dues[waiting.index(answer)]))
+        await probe.sent(1 + len(waiting))
+    await asyncio.gather(running, *waiting)
+    return answered
+
+
 async def run(model_dir: str, engine: str) -> dict[str, Any]:
     probe = Probe(model_dir, engine)
     modes: tuple[Reuse, ...] = (False, "session", True)
-    found = {str(reuse): await case_of(probe, reuse, 3 * i) for i, reuse in enumerate(modes)}
+    found: dict[str, Any] = {str(reuse): await case_of(probe, reuse, 3 * i) for i, reuse in enumerate(modes)}
+    found["order"] = await order_of(probe, 7, 5, 6)
     probe.writer.close()
     probe.engine.shutdown()
     return found

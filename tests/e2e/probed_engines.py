@@ -73,7 +73,7 @@ class Vllm:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import rejections, serve_versions
-        from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
+        from recipe.async_pipeline.verl_bridge.rollout.vllm.server import run_arguments
 
         args = AsyncEngineArgs(
             model_dir,
@@ -83,8 +83,8 @@ class Vllm:
             max_num_seqs=at_once,
             block_size=block,
             worker_extension_cls=EXTENSION,
-            distributed_executor_backend=IN_PROCESS,
             seed=0,
+            **run_arguments(1, on_cpu=True),
         )
         config = args.create_engine_config()
         # vLLM switches it off on a CPU, but it works there.
@@ -158,7 +158,7 @@ class SGLang:
     ) -> None:
         """`at_once`: requests that it answers at the same time; its cache has no blocks."""
         from recipe.async_pipeline.verl_bridge.rollout.sglang import scheduler
-        from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import cpu_arguments
+        from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import run_arguments
         from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import serve_versions
 
         # Only now: this package's stubs must be in place.
@@ -176,7 +176,7 @@ class SGLang:
             mem_fraction_static=0.3,
             disable_cuda_graph=True,
             context_length=max_len,
-            **cpu_arguments({"max_running_requests": at_once, **arguments}, 64, max_len),
+            **run_arguments({"max_running_requests": at_once, **arguments}, 64, max_len, on_cpu=True),
         )
         self._served = serve_versions(self._engine.tokenizer_manager, TypeBasedDispatcher)
         self.versioned = self._served.versioned
@@ -243,15 +243,10 @@ class SGLangWithAdapters(SGLang):
     """Serves LoRA adapters of a rank, with the arguments that verl's server passes."""
 
     def __init__(self, model_dir: str, max_len: int, rank: int) -> None:
-        from recipe.async_pipeline.verl_bridge.rollout.sglang import arguments as ours
         from recipe.async_pipeline.verl_bridge.rollout.sglang import lora
 
         modules = lora.target_modules("all-linear")
-        arguments: dict[str, Any] = {
-            "max_lora_rank": rank,
-            "lora_target_modules": modules,
-            "max_loras_per_batch": ours.SLOTS,
-        }
+        arguments: dict[str, Any] = {"max_lora_rank": rank, "lora_target_modules": modules}
         super().__init__(model_dir, max_len, enable_lora=True, **arguments)
         self._of_each_request = {"lora_path": lora.served_reference().lora_name}
 

@@ -144,6 +144,7 @@ def test_after_many_loads_the_engine_says_what_a_fresh_model_says(versions: dict
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 def test_a_version_uses_prefixes_of_others_only_if_it_may(tied_task: Path, engine: str) -> None:
     report = run("prefix_probe.py", tied_task, engine, VERL_PLATFORM="cpu")
+    assert report.pop("order") == [5, 6, 7], "what is due first goes first"
     assert set(report) == {"False", "session", "True"}
     for reuse, case in report.items():
         reused = {name for name, tokens in case.items() if tokens}

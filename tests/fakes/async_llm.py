@@ -72,6 +72,7 @@ class AsyncLLM:
         self.load_ahead = False
         self.numbers = iter(range(10**6))
         self.prompts: list[dict[str, Any]] = []
+        self.priorities: list[int | None] = []
         self.params: list[Params] = []
 
     async def run(self) -> None:
@@ -111,11 +112,14 @@ class AsyncLLM:
             }
         )
 
-    async def add_request(self, request_id: str, prompt: dict[str, Any], params: Params) -> Live:
+    async def add_request(
+        self, request_id: str, prompt: dict[str, Any], params: Params, priority: int | None = None
+    ) -> Live:
         await asyncio.sleep(self.send_s)
         request = Live(prompt, params)
         self.prompts.append(prompt)
         self.params.append(params)
+        self.priorities.append(priority)
         self.inbox.append((f"{request_id}-{next(self.numbers):08x}", request))
         self.read_inbox()
         return request
@@ -131,9 +135,9 @@ class AsyncLLM:
         self.live[name] = request
 
     async def generate(
-        self, prompt: dict[str, Any], params: Params, request_id: str
+        self, prompt: dict[str, Any], params: Params, request_id: str, priority: int | None = None
     ) -> AsyncGenerator[Any, None]:
-        request = await self.add_request(request_id, prompt, params)
+        request = await self.add_request(request_id, prompt, params, priority)
         finished = False
         while not finished:
             output = await request.queue.get()
@@ -192,8 +196,9 @@ class AsyncLLM:
                 params.max_tokens,
                 params.min_tokens,
                 params.seed,
+                priority,
             )
-            for prompt, params in zip(self.prompts, self.params, strict=True)
+            for prompt, params, priority in zip(self.prompts, self.params, self.priorities, strict=True)
         ]
 
     @property

@@ -40,6 +40,7 @@ class Sent(NamedTuple):
     max_tokens: int
     min_tokens: int
     seed: int | None
+    priority: int | None = None
 
 
 @dataclass
@@ -128,7 +129,14 @@ class PlainEngine:
         seed = derived_seed(request.seed, said) if said and request.seed is not None else request.seed
         left = request.max_tokens - said
         self.sent.append(
-            Sent([*PROMPT, *how.written], how.salt, left, max(0, request.min_tokens - said), seed)
+            Sent(
+                [*PROMPT, *how.written],
+                how.salt,
+                left,
+                max(0, request.min_tokens - said),
+                seed,
+                how.priority,
+            )
         )
         self._message(lambda: self._live.__setitem__(request.name, (live, left)))
         how.sent()

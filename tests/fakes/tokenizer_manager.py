@@ -24,6 +24,7 @@ class Request:
     input_ids: list[int]
     sampling_params: dict[str, Any]
     extra_key: str | None = None
+    priority: int | None = None
 
 
 @dataclass
@@ -110,7 +111,8 @@ class TokenizerManager:
         live: Live = tokenized.live
         asked, params = live.request, live.request.sampling_params
         least, seed = params.get("min_new_tokens", 0), params.get("sampling_seed")
-        self.sent.append(Sent(asked.input_ids, asked.extra_key, params["max_new_tokens"], least, seed))
+        most = params["max_new_tokens"]
+        self.sent.append(Sent(asked.input_ids, asked.extra_key, most, least, seed, asked.priority))
         self._message(lambda: self.live.__setitem__(asked.rid, live))
 
     def abort_request(self, rid: str) -> None:

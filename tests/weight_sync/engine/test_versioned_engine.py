@@ -8,6 +8,7 @@ faked, and over the simplest engine.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -45,10 +46,11 @@ async def answer(
     seed: int | None = None,
     session: int | None = None,
     form: dict[str, str] | None = None,
+    due: int | None = None,
 ) -> tuple[Answer, list[tuple[int, int]]]:
     """A response and its spans."""
     await asyncio.sleep(after)
-    with recorded_spans(session) as spans:
+    with recorded_spans(session, due) as spans:
         said = await engine.ask(name, tokens, seed, form)
     return said, [(version, start) for version, start in spans]
 
@@ -235,6 +237,19 @@ async def test_prefixes_of_other_versions_are_hit_only_if_they_may(engine_class:
     assert shared == [reuse, reuse]
     first, second = (sent.salt for sent in engine.sent)
     assert (first == second) == reuse
+
+
+@each_engine
+async def test_what_is_due_first_goes_first(engine_class: Any) -> None:
+    """Also what is left of a response that a load has stopped."""
+    engine = engine_class()
+    async with serving(engine, "abort") as versioned:
+        answering = [asyncio.create_task(answer(engine, str(due), 6, due=due)) for due in (7, 3, 0)]
+        answering.append(asyncio.create_task(answer(engine, "validation", 6)))
+        await asyncio.sleep(2.5)
+        await versioned.load(1, engine.loading(1, 0.0), "abort")
+        await asyncio.gather(*answering)
+    assert Counter(sent.priority for sent in engine.sent) == Counter([7, 3, 0, None] * 2)
 
 
 @each_engine

@@ -363,7 +363,7 @@ class VersionedServer(ControlCalls):
         self._answering[request_id] = task
         self._open.begin(time.perf_counter())
         try:
-            with recorded_spans(session) as spans:
+            with recorded_spans(session, admitted) as spans:
                 output: TokenOutput = await super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._open.end(time.perf_counter())

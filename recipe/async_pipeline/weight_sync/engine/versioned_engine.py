@@ -94,6 +94,8 @@ class AttemptOptions(NamedTuple):
     """Whether the text has a reader."""
     sent: Callable[[], None] = lambda: None
     """Called when the engine has got the request: a load that is sent later finds it there."""
+    priority: int | None = None
+    """Requests with a smaller one go first in an engine that schedules by priority."""
 
 
 class AttemptTokens(NamedTuple):
@@ -149,19 +151,21 @@ class Engine(Protocol[_Request, Output]):
 class _Recording(NamedTuple):
     spans: list[TokenSpan]
     session: int | None
+    due: int | None
 
 
 _recording: ContextVar[_Recording | None] = ContextVar("the response that this task waits for", default=None)
 
 
 @contextmanager
-def recorded_spans(session: int | None = None) -> Iterator[list[TokenSpan]]:
+def recorded_spans(session: int | None = None, due: int | None = None) -> Iterator[list[TokenSpan]]:
     """Yield a list that receives the spans of the one response generated inside.
 
     `session`: the version that began the first response of its session; None if this is the first one.
+    `due`: grows with the step that trains the response; None if none does.
     """
     spans: list[TokenSpan] = []
-    token = _recording.set(_Recording(spans, session))
+    token = _recording.set(_Recording(spans, session, due))
     try:
         yield spans
     finally:
@@ -281,7 +285,8 @@ class VersionedEngine(Generic[Request, Output]):
 
         def begin() -> AttemptOptions:
             response.begin_attempt(self.version)
-            return AttemptOptions(response.said, self.salt(session), self._follow, text=False, sent=sent)
+            salt = self.salt(session)
+            return AttemptOptions(response.said, salt, self._follow, False, sent, record.due)
 
         try:
             while True:

@@ -87,6 +87,15 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sglang.srt.managers.schedule_batch:Req": ("extra_key", "lora_id"),
         "sglang.srt.managers.io_struct:GenerateReqInput": ("extra_key",),
     },
+    "order of requests": {
+        "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'": (
+            "enable_priority_scheduling",
+            "schedule_low_priority_values_first",
+            "default_priority_value",
+            "disable_priority_preemption",
+        ),
+        "sglang.srt.managers.io_struct:GenerateReqInput": ("priority",),
+    },
     "generation": {
         "sglang.srt.managers.tokenizer_manager:TokenizerManager": ("generate_request", "abort_request"),
         "sglang.srt.managers.io_struct:GenerateReqInput": ("rid", "input_ids", "sampling_params", "stream"),

@@ -63,6 +63,11 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "vllm.inputs.llm:TokensPrompt": ("prompt_token_ids", "cache_salt"),
     },
+    "order of requests": {
+        "vllm.engine.arg_utils:EngineArgs": ("scheduling_policy",),
+        "vllm.config.scheduler": ("'priority'",),
+        "vllm.v1.request:Request": ("priority",),
+    },
     "generation": {
         "vllm.v1.engine.async_llm:AsyncLLM": ("generate",),
         "vllm.outputs:RequestOutput": ("outputs", "finished", "prompt_token_ids"),

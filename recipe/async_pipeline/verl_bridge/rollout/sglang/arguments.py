@@ -32,6 +32,13 @@ def all_cores(ranks: int) -> str:
     return "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * ranks)
 
 
+DUE_FIRST = {
+    "enable_priority_scheduling": True,
+    "schedule_low_priority_values_first": True,
+    "default_priority_value": 0,
+    "disable_priority_preemption": True,
+}
+"""Requests wait in the order of their steps. What is running is not stopped for one that is due before it."""
 SLOTS = 2
 """Adapters that SGLang's pool has room for: the served one, and none, which SGLang counts as one."""
 
@@ -43,7 +50,9 @@ def run_arguments(
 
     `requests` and `tokens` as for `cpu_arguments`.
     """
-    arguments = {"max_loras_per_batch": SLOTS, **configured}
+    # SGLang refuses them with most policies.
+    order = {} if {"schedule_policy", *DUE_FIRST} & configured.keys() else DUE_FIRST
+    arguments = {"max_loras_per_batch": SLOTS, **order, **configured}
     return cpu_arguments(arguments, requests, tokens) if on_cpu else arguments
 
 

@@ -216,7 +216,7 @@ def _reason(output: dict[str, Any]) -> str | None:
 def _asked(request: Any, how: AttemptOptions, defaults: Mapping[str, Any]) -> Any:
     """Return a copy of the request for the rest of a response."""
     asked, said = copy.copy(request), len(how.written)
-    asked.extra_key = how.salt
+    asked.extra_key, asked.priority = how.salt, how.priority
     params = {**defaults, **request.sampling_params}
     # verl's names, which are vLLM's.
     for theirs, name in (("min_tokens", "min_new_tokens"), ("seed", "sampling_seed")):

@@ -92,9 +92,11 @@ class VllmEngine:
 
     async def attempt(self, request: VllmRequest, how: AttemptOptions) -> AsyncGenerator[Any, None]:
         self._sent[request.request_id] = how.sent
+        # verl's own priority is a number within a batch.
+        more = request.more if how.priority is None else {**request.more, "priority": how.priority}
         try:
             outputs = self._generate(
-                _prompt(request.prompt, how), _params(request.params, how), request.request_id, **request.more
+                _prompt(request.prompt, how), _params(request.params, how), request.request_id, **more
             )
             async with aclosing(outputs):
                 async for output in outputs:

@@ -36,6 +36,8 @@ EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorke
 def run_arguments(ranks: int, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that a run gives to vLLM besides verl's, unless others are configured."""
     arguments: dict[str, Any] = {ON_DEVICE: False} if hasattr(AsyncEngineArgs, ON_DEVICE) else {}
+    # The due step first, also if blocks for keys and values run out: the step due last is computed again.
+    arguments["scheduling_policy"] = "priority"
     if ranks == 1:
         # With one device, the engine core needs no worker process.
         arguments["distributed_executor_backend"] = IN_PROCESS if on_cpu else "uni"
