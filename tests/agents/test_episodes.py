@@ -29,7 +29,7 @@ from recipe.async_pipeline.agents.episodes import (
 )
 from recipe.async_pipeline.core.groups.bad_data import POLICIES as KINDS
 from recipe.async_pipeline.core.groups.items import Group, Trajectory
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.lag.token_spans import plain
 
 CASES = [(end, policy) for end, policies in POLICIES.items() for policy in policies]
 
@@ -169,9 +169,9 @@ def test_waits_are_counted_by_episode_and_by_request() -> None:
 
 
 def test_versions_of_an_episode_are_counted_over_its_conversations() -> None:
-    first = replace(one(2), key="u_0_0", spans=spans_of(((3, 0), (4, 2))))
-    second = replace(one(2), key="u_0_1", spans=spans_of(((4, 0), (6, 1), (4, 5))))
-    other = replace(one(2), key="u_1_0", spans=spans_of(((6, 0),)))
+    first = replace(one(2), key="u_0_0", spans=plain(((3, 0), (4, 2))))
+    second = replace(one(2), key="u_0_1", spans=plain(((4, 0), (6, 1), (4, 5))))
+    other = replace(one(2), key="u_1_0", spans=plain(((6, 0),)))
     found = metrics_of(
         [Group(uid="u", step=1, trajectories=(first, second, other, replace(one(2), key="u_2_0")))]
     )

@@ -13,7 +13,7 @@ import pytest
 from recipe.async_pipeline.core.groups.fates import FateRegister
 from recipe.async_pipeline.core.groups.items import Group, Trajectory
 from recipe.async_pipeline.core.groups.ledger import Ledger
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.errors import ConservationError
 from recipe.async_pipeline.tools.ledger.audit import audit
 
@@ -25,7 +25,7 @@ def group(uid: str, *versions: int, reward: float | None = 0.5) -> Group:
             first_version=v,
             last_version=v,
             num_tokens=3,
-            spans=spans_of(((v, 0),)),
+            spans=plain(((v, 0),)),
             reward=reward,
         )
         for i, v in enumerate(versions or (0, 0))

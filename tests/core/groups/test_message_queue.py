@@ -22,7 +22,7 @@ from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.core.groups.untrained_groups import UntrainedGroups
 from recipe.async_pipeline.core.lag.staleness import Versions, check_lag
 from recipe.async_pipeline.core.lag.token_ages import masked, oldest_in
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import (
     ChannelClosed,
@@ -97,7 +97,7 @@ def group_of(uid: str, versions: Sequence[int]) -> Group:
         first_version=min(versions),
         last_version=max(versions),
         num_tokens=len(versions),
-        spans=spans_of((versions[i], i) for i in changes),
+        spans=plain((versions[i], i) for i in changes),
     )
     return Group(uid=uid, step=1, trajectories=(one,))
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.groups.items import Trajectory
 from recipe.async_pipeline.core.lag.token_ages import masked, oldest_trained, written
-from recipe.async_pipeline.core.lag.token_spans import pairs_of, spans_of
+from recipe.async_pipeline.core.lag.token_spans import pairs_of, plain, spans_of
 from recipe.async_pipeline.observe.samples.token_versions import versions_written
 
 TOKENS = st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=30)
@@ -52,3 +53,13 @@ def test_every_token_has_the_version_that_wrote_it(
     assert found.row_tokens.tolist() == [len(row) for row in generated]
     assert found.changes().tolist() == [sum(a != b for a, b in pairwise(row)) for row in generated]
     assert found.known.all()
+
+
+def test_what_is_kept_of_responses_is_left_out_by_the_garbage_collector() -> None:
+    """A run has tens of thousands of them, and a collection that visits them all blocks the event loop."""
+    found = plain([[1, 0], (2, 5)])
+    assert found == tuple(spans_of([[1, 0], [2, 5]])) and pairs_of(found) == [[1, 0], [2, 5]]
+    gc.collect()  # the pairs
+    gc.collect()  # what holds them
+    assert not gc.is_tracked(found)
+    assert gc.is_tracked(spans_of([[1, 0]])[0])

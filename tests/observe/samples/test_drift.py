@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.groups.items import Trajectory
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.observe.samples.drift import SHOWN_TURNS, DriftMeter, bound_of
 from recipe.async_pipeline.observe.samples.off_policy import Columns
 
@@ -27,7 +27,7 @@ def trajectory(turns: Episode) -> Trajectory:
         at += len(tokens) + 2  # an observation of two tokens after each turn
     versions = [version for version, _ in turns]
     return Trajectory(
-        key="a", first_version=min(versions), last_version=max(versions), num_tokens=at, spans=spans_of(spans)
+        key="a", first_version=min(versions), last_version=max(versions), num_tokens=at, spans=plain(spans)
     )
 
 
@@ -78,7 +78,7 @@ def test_turns_of_other_versions_are_not_compared() -> None:
 
 def test_a_turn_during_which_the_weights_changed_is_not_compared() -> None:
     meter = DriftMeter(TRAINER, 0.05)
-    one = Trajectory(key="a", first_version=6, last_version=7, num_tokens=4, spans=spans_of(((6, 0), (7, 1))))
+    one = Trajectory(key="a", first_version=6, last_version=7, num_tokens=4, spans=plain(((6, 0), (7, 1))))
     ones = np.ones(4)
     meter.add([one], Columns(np.array([4]), ones, ones, ones + 3))
     assert meter.metrics() == {}

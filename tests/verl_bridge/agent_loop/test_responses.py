@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.groups.items import Trajectory
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.errors import RolloutError
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import Attempt, EpisodeLimits
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.redundancy import Begun
@@ -35,7 +35,7 @@ def test_a_stored_response_becomes_a_trajectory() -> None:
         first_version=1,
         last_version=2,
         num_tokens=3,
-        spans=spans_of(((1, 0), (2, 2))),
+        spans=plain(((1, 0), (2, 2))),
         turns=3,
         reward=0.5,
         model_s=1.5,

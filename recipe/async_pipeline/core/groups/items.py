@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ..lag.token_spans import TokenSpan
-
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
@@ -57,7 +55,7 @@ class Trajectory:
     """Version that generated its oldest span."""
     last_version: int
     num_tokens: int
-    spans: tuple[TokenSpan, ...] | None = None
+    spans: tuple[tuple[int, int], ...] | None = None
     """`(version, start)` of each span: the version generated the response from position `start` on, up to the
     next span. Positions count all tokens of the response, tokens of tools included. None: unknown.
     """

@@ -21,7 +21,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..groups.items import Group, Trajectory
-from .token_spans import TokenSpan
 
 
 class AgedTokens(NamedTuple):
@@ -34,7 +33,7 @@ class AgedTokens(NamedTuple):
 
 def written(one: Trajectory) -> Iterator[AgedTokens]:
     """Yield what each version wrote. With unknown spans, all of it counts as written by the oldest one."""
-    spans = one.spans or (TokenSpan(one.first_version, 0),)
+    spans = one.spans or ((one.first_version, 0),)
     for (version, start), (_, following) in pairwise((*spans, (0, one.num_tokens))):
         end = min(following, one.num_tokens)
         if start < end:

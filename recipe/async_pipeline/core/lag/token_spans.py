@@ -22,6 +22,13 @@ def spans_of(pairs: Iterable[Sequence[int]]) -> tuple[TokenSpan, ...]:
     return tuple(TokenSpan(int(version), int(start)) for version, start in pairs)
 
 
-def pairs_of(spans: Iterable[TokenSpan]) -> list[list[int]]:
+def plain(pairs: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """Return the spans of pairs of numbers for what is kept of tens of thousands of responses: the garbage
+    collector does not visit plain tuples of numbers again, but it visits a `TokenSpan` each time.
+    """
+    return tuple((int(version), int(start)) for version, start in pairs)
+
+
+def pairs_of(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Return spans as pairs of numbers."""
     return [list(span) for span in spans]

@@ -23,7 +23,7 @@ from ...core.groups.fates import Fate
 from ...core.groups.items import Trajectory
 from ...core.groups.session_keys import last_keys
 from ...core.lag.token_ages import oldest_in, oldest_trained
-from ...core.lag.token_spans import spans_of
+from ...core.lag.token_spans import plain
 
 SHOWN = 20
 """Violations that are kept in full; further ones are only counted."""
@@ -299,7 +299,7 @@ def _trajectory_of(record: LedgerFields) -> Trajectory:
         first_version=int(record["first"]),
         last_version=int(record.get("last", record["first"])),
         num_tokens=int(record.get("tokens", 0)),
-        spans=None if spans is None else spans_of(spans),
+        spans=None if spans is None else plain(spans),
     )
 
 

@@ -14,7 +14,7 @@ from ...agents.episodes import counted_together
 from ...core.events import SLOWEST_TURNS
 from ...core.groups.bad_data import Flaw
 from ...core.groups.items import Group, Trajectory
-from ...core.lag.token_spans import spans_of
+from ...core.lag.token_spans import plain
 from ...errors import RolloutError
 from ...observe.run_directory.agent_output import FailedAttempt
 from .episodes.episode import Attempt
@@ -118,7 +118,7 @@ def trajectory_of(
         first_version=int(first),
         last_version=int(last),
         num_tokens=int(tag["response_len"]),
-        spans=None if spans is None else spans_of(spans),
+        spans=None if spans is None else plain(spans),
         turns=told.get(TURNS),
         reward=reward_of(fields),
         model_s=None if waits is None else round(waits[0], 6),

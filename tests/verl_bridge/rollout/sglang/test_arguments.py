@@ -30,8 +30,8 @@ def test_what_is_configured_counts() -> None:
 def test_a_run_has_room_for_one_adapter_besides_none() -> None:
     given = {"page_size": 4}
     assert run_arguments(given, 8, 64, on_cpu=False) == {"max_loras_per_batch": 2, **DUE_FIRST, **given}
-    given = {"schedule_policy": "lpm"}
-    assert run_arguments(given, 8, 64, on_cpu=False) == {"max_loras_per_batch": 2, **given}
+    other = {"schedule_policy": "lpm"}
+    assert run_arguments(other, 8, 64, on_cpu=False) == {"max_loras_per_batch": 2} | other
     assert run_arguments({"max_loras_per_batch": 9}, 8, 64, on_cpu=True) == {
         **CPU_ARGUMENTS,
         **DUE_FIRST,

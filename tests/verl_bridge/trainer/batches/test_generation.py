@@ -14,7 +14,7 @@ import pytest
 from recipe.async_pipeline.core.groups.bad_data import BadData, Policies
 from recipe.async_pipeline.core.groups.items import Group, Prompt, Trajectory
 from recipe.async_pipeline.core.groups.recall import Recall
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.errors import BadDataError, RolloutError
 from tests import HANG_S
 from tests.conftest import Load
@@ -135,7 +135,7 @@ def answer(key: str, tokens: int, *spans: tuple[int, int], before: int = 0) -> T
         first_version=min(versions),
         last_version=max(versions),
         num_tokens=tokens,
-        spans=spans_of(spans),
+        spans=plain(spans),
         masked_before=before,
     )
 

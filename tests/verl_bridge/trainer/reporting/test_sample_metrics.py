@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from recipe.async_pipeline.core.groups.fates import FATES, Fate, FateRegister
 from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.observe.samples.selection_bias import SelectionMeter
 
 pytestmark = pytest.mark.real_engine
@@ -130,7 +130,7 @@ def test_a_batch_is_fetched_in_parts(module: Any, monkeypatch: pytest.MonkeyPatc
         uid="a",
         step=3,
         trajectories=tuple(
-            Trajectory(key=f"a_{i}", first_version=1, last_version=1, num_tokens=3, spans=spans_of(((1, 0),)))
+            Trajectory(key=f"a_{i}", first_version=1, last_version=1, num_tokens=3, spans=plain(((1, 0),)))
             for i in range(8)
         ),
     )
@@ -159,7 +159,7 @@ def test_tokens_that_are_too_old_are_left_out(
             first_version=one[0][0],
             last_version=one[-1][0],
             num_tokens=3,
-            spans=spans_of(one),
+            spans=plain(one),
             masked_before=0 if one[0][0] > 1 else 2,
         )
         for i, one in enumerate(spans)
@@ -175,9 +175,7 @@ def test_tokens_that_are_too_old_are_left_out(
 def test_drift_is_reported_when_it_begins(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.tq, "kv_batch_get", Store().get)
     meters = meters_of(module, log_probs=True, precision=("float32", "fp32"))
-    trajectory = Trajectory(
-        key="a_0", first_version=2, last_version=2, num_tokens=3, spans=spans_of(((2, 0),))
-    )
+    trajectory = Trajectory(key="a_0", first_version=2, last_version=2, num_tokens=3, spans=plain(((2, 0),)))
     payload = SimpleNamespace(keys=["a_0"], partition_id="train")
 
     def measured(step: int) -> tuple[dict[str, float], str | None]:
@@ -209,9 +207,7 @@ def test_the_bound_follows_from_the_precision(
     """The log-probs differ by 0.1."""
     monkeypatch.setattr(module.tq, "kv_batch_get", Store().get)
     meters = meters_of(module, log_probs=True, precision=("float32", trainer))
-    trajectory = Trajectory(
-        key="a_0", first_version=2, last_version=2, num_tokens=3, spans=spans_of(((2, 0),))
-    )
+    trajectory = Trajectory(key="a_0", first_version=2, last_version=2, num_tokens=3, spans=plain(((2, 0),)))
     payload = SimpleNamespace(keys=["a_0"], partition_id="train")
     group = Group(uid="a", step=3, trajectories=(trajectory,))
     _, warning = meters.distances(StepBatch(step=3, groups=(group,), payload=payload))

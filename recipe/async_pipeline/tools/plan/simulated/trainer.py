@@ -24,7 +24,7 @@ from ....core.graph import GRAPH
 from ....core.groups.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
 from ....core.groups.recall import Recall
 from ....core.lag.degradation import Caution, Change
-from ....core.lag.token_spans import spans_of
+from ....core.lag.token_spans import plain
 from ....core.schedule import Schedule
 from ..profile import NOTHING, Profile, Stage
 from .draws import Draws, GroupCost
@@ -200,7 +200,7 @@ class SimulatedTrainer:
                 first_version=versions.first_version,
                 last_version=versions.last_version,
                 num_tokens=cost.tokens,
-                spans=spans_of(versions.spans),
+                spans=plain(versions.spans),
             )
             for i, (cost, versions) in enumerate(zip(costs.answers, served, strict=True))
         )

@@ -22,7 +22,6 @@ from typing import Any
 import transfer_queue as tq
 
 from ....core.groups.items import StepBatch
-from ....core.lag.token_spans import TokenSpan
 from ..batches.verl_stages import own_copy
 from .kept_pictures import of_prompt
 
@@ -76,7 +75,7 @@ def _of_rewards(extra_fields: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def _turns(
-    tokenizer: Any, ids: Sequence[int], mask: Sequence[int], spans: Sequence[TokenSpan]
+    tokenizer: Any, ids: Sequence[int], mask: Sequence[int], spans: Sequence[tuple[int, int]]
 ) -> list[Any] | None:
     parts = [*_parts(ids, mask, spans)]
     if len(parts) == 1 and all(mask):
@@ -104,14 +103,14 @@ def _turn_rewards(mask: Sequence[int], scores: Sequence[float]) -> list[float] |
 
 
 def _parts(
-    ids: Sequence[int], mask: Sequence[int], spans: Sequence[TokenSpan]
+    ids: Sequence[int], mask: Sequence[int], spans: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[bool, int | None, list[int]]]:
     """Yield the longest parts of one writer: whether it is the policy, its version, and the tokens."""
-    starts = [span.start for span in spans]
+    starts = [start for _, start in spans]
 
     def writer(at: int) -> tuple[bool, int | None]:
         before = bisect_right(starts, at)
-        return bool(mask[at]), spans[before - 1].version if mask[at] and before else None
+        return bool(mask[at]), spans[before - 1][0] if mask[at] and before else None
 
     for (own, version), part in groupby(range(len(ids)), key=writer):
         yield own, version, [ids[at] for at in part]
