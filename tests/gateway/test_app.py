@@ -22,7 +22,7 @@ pytest.importorskip("starlette")
 from starlette.routing import Route  # noqa: E402
 
 from recipe.async_pipeline.gateway import in_flight  # noqa: E402
-from recipe.async_pipeline.gateway.app import CONVERSATION, Gateway  # noqa: E402
+from recipe.async_pipeline.gateway.app import CONVERSATION, MAX_MARKS, Gateway  # noqa: E402
 
 Serve = Callable[..., Any]
 CHAT = "/v1/chat/completions"
@@ -200,6 +200,17 @@ async def test_a_body_that_is_too_large(serve: Serve) -> None:
         body = {"messages": [{"role": "user", "content": "x" * 2000}]}
         refused = await http.post(CHAT, json=body, headers=bearer(at.session.keys.model))
         assert refused.status_code == 413 and at.policy.prompts == []
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
+)
+async def test_a_body_of_too_many_values_is_not_read(serve: Serve, path: str) -> None:
+    """Reading ten million empty values would block the event loop for ten seconds."""
+    async with serve() as at, httpx.AsyncClient(base_url=at.url) as http:
+        body = b'{"model": "m", "messages": [' + b"{}," * MAX_MARKS + b"{}]}"
+        refused = await http.post(path, content=body, headers=bearer(at.session.keys.model))
+        assert refused.status_code == 413 and "commas and opening brackets, at most 400000" in refused.text
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/generate"])

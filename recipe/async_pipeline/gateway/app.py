@@ -49,6 +49,8 @@ D = TypeVar("D", bound=Dialect)
 MODEL = "policy"
 READ_S = 60.0
 """Seconds that a client may take to send a body."""
+MAX_MARKS = 400_000
+"""Commas and opening brackets of a conversation. Its values are read on the event loop, about 1 us each."""
 NO_RETRY = {"x-should-retry": "false"}
 RETRY_AFTER_S = 1
 """Of a 429, and of a 503, for clients that try it again: by then the session has ended, and says why."""
@@ -141,7 +143,7 @@ class Gateway:
 
     async def _count(self, dialect: CountingDialect, request: Request) -> Response:
         session = self._session_of(request, controls=False)
-        body = await self._body(request)
+        body = await self._conversation(request)
         session.check_open()
         count = await session.count_tokens(dialect.read_input(body).ask)
         # Clients ignore the field of the other API.
@@ -150,7 +152,7 @@ class Gateway:
 
     async def _turn(self, dialect: Dialect, request: Request) -> Response:
         session = self._session_of(request, controls=False)
-        body = await self._body(request)
+        body = await self._conversation(request)
         session.check_open()
         received = time.perf_counter()
         read = dialect.read(body)
@@ -261,6 +263,15 @@ class Gateway:
 
     def _session_of(self, request: Request, *, controls: bool) -> Session:
         return self._sessions.of(key_of(request), controls=controls)
+
+    async def _conversation(self, request: Request) -> bytes:
+        body = await self._body(request)
+        marks = sum(map(body.count, (b",", b"{", b"[")))
+        if marks > MAX_MARKS:
+            raise RequestRefused(
+                f"the body has {marks} commas and opening brackets, at most {MAX_MARKS} are read", status=413
+            )
+        return body
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
