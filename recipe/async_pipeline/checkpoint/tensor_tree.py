@@ -203,7 +203,7 @@ def _storable(value: Any, keys: str, changed: Callable[[str, type], object]) -> 
             for key, one in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        if not set(map(type, value)) - _NUMBERS:
+        if kind in (list, *_SEQUENCES) and not set(map(type, value)) - _NUMBERS:
             return value
         items = [_storable(one, keys, changed) for one in value]
         return items if isinstance(value, list) else kind(items) if kind in _SEQUENCES else tuple(items)

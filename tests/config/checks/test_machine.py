@@ -66,7 +66,9 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_or_not_there(tmp_path: 
     long = "/tmp/" + "x" * 95
     status, line = found(TMPDIR=long)
     assert status == "refused" and line.startswith("TMPDIR must have at most 39 bytes, got 100: /tmp/xxx")
-    assert found(TMPDIR=long, RAY_TMPDIR="/tmp")[0] == "starts"
+    status, line = found(TMPDIR=long, RAY_TMPDIR="/tmp")
+    assert status == "refused" and line.startswith("TMPDIR must have at most 70 bytes, got 100: /tmp/xxx")
+    assert found(TMPDIR="/tmp/" + "x" * 60, RAY_TMPDIR="/tmp")[0] == "starts"
     assert found(TMPDIR="/dev/null/x")[1].startswith("TMPDIR must be a writable folder, got /dev/null/x (")
 
 

@@ -82,6 +82,15 @@ def test_scores_come_back_from_another_process(guard: Make) -> None:
     assert score(one, "pid")[0] != os.getpid()
 
 
+def test_a_result_needs_no_module_of_the_file(guard: Make, tmp_path: Path) -> None:
+    file = tmp_path / "rewards_of_a_user.py"
+    file.write_text(
+        "import enum\n\nclass Colour(enum.Enum):\n    RED = 1\n\n"
+        "def one(**answer):\n    return {'score': 1.0, 'colour': Colour.RED}\n"
+    )
+    assert score(guard("one", str(file)), "46") == [{"score": 1.0, "colour": "Colour.RED"}]
+
+
 @pytest.mark.slow
 def test_a_pool_that_is_broken_is_replaced(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     broken: list[ProcessPool] = []
@@ -163,7 +172,8 @@ def test_exceptions_that_break_a_pool_or_an_event_loop_become_errors(guard: Make
     strange = guard("strange", attempts=2)
     (error,) = score(strange, word)
     assert isinstance(error, RewardError)
-    assert str(error).startswith(f"raised: strange: {ERRORS.get(word, 'AttributeError: ')}")
+    raised = f"raised: strange: {ERRORS[word]}" if word in ERRORS else "invalid: the score must be a finite"
+    assert str(error).startswith(raised)
     assert score(strange, "46") == [1.0]
 
 

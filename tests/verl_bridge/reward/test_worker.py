@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import pickle
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -88,6 +89,26 @@ def test_the_reward_manager_receives_all_data(module: ModuleType, rows: int) -> 
         assert worker.seen.non_tensor_batch[name].dtype == array.dtype
         np.testing.assert_array_equal(worker.seen.non_tensor_batch[name], array)
     assert worker.seen[0:1].non_tensor_batch["data_source"].tolist() == ["addition"]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_result_needs_no_module_of_the_reward_file(
+    module: ModuleType, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a time limit the function runs in the worker, and its result goes to other processes."""
+    Colour = enum.Enum("Colour", {"RED": 1}, module="rewards_of_a_user")  # noqa: N806
+
+    async def scored(*given: Any) -> dict[str, Any]:
+        return {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "colour": Colour["RED"]}}
+
+    monkeypatch.setattr(module.RewardLoopWorker, "compute_score", scored)
+    worker = object.__new__(module.PlainRewardLoopWorker)
+    if rows == 1:
+        worker._scorer = scored
+    made = responses(rows)
+    result = asyncio.run(module.PlainCaller(Worker(worker)).compute_score.remote(made))
+    assert result["reward_extra_info"] == {"score": 0.5, "colour": "Colour.RED"}
+    assert asyncio.run(worker.compute_score(made))["reward_extra_info"]["colour"] == "Colour.RED"
 
 
 def outputs(rows: int, module: Any) -> list[Any]:

@@ -28,6 +28,8 @@ LEAST_OPEN_FILES = 1024
 """Of the hard limit, up to which `ray.init` raises the soft one. Ray's own processes need some hundreds."""
 MAX_SOCKET_BYTES = 107
 """Longest path of a Unix socket on Linux."""
+ENGINE_SOCKET = "00000000-0000-0000-0000-000000000000"
+"""The longest name of a socket below TMPDIR, which is vLLM's."""
 SOCKET = "ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
 """Ray's longest one, below its temporary folder."""
 MAX_PID = 4_194_304
@@ -144,6 +146,14 @@ def temporary_folder(named: str | None) -> MachineState:
             "temporary folder",
             f"{key} must have at most {most} bytes, got {length}: {folder}",
             "set RAY_TMPDIR to a shorter one, such as /tmp, because Ray's sockets are below it",
+        )
+    # Python and the engines make sockets there, wherever Ray's are.
+    own, most = os.environ.get("TMPDIR", "/tmp"), MAX_SOCKET_BYTES - len(ENGINE_SOCKET) - 1
+    if (length := len(os.fsencode(own))) > most:
+        return MachineState(
+            "temporary folder",
+            f"TMPDIR must have at most {most} bytes, got {length}: {own}",
+            "set it to a shorter one, such as /tmp, because the engines' sockets are below it",
         )
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

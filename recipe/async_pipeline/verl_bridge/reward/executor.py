@@ -37,6 +37,7 @@ from ...errors import ConfigError, RewardError, WaitTimeout
 from ...processes import end_with_parent, gain_no_rights
 from ...redaction import without_secrets
 from ..process.user_modules import FILE, PACKAGE, module_of
+from .plain_results import plain_result
 
 START_S = 60.0
 """Time limit for the start of a process, which loads the function's file."""
@@ -320,7 +321,7 @@ def _begin(path: str, name: str, memory_mb: int | None, begins: Any) -> None:
 def _call_here(path: str, name: str, arguments: dict[str, Any]) -> Any:
     """Call the function in a process of the pool. Raises RewardError for every exception of the function."""
     try:
-        result = awaited_here(_load(path, name)(**arguments))
+        result = plain_result(awaited_here(_load(path, name)(**arguments)))
         ForkingPickler.dumps(result)  # the pool would only report that the process died
     except BaseException as error:  # noqa: BLE001  also SystemExit, which the pool would raise in the caller
         raise RewardError(_described("raised", name, error)) from error

@@ -8,7 +8,7 @@ worker makes the DataProto. Responses with images are sent as arrays of the Data
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from verl import DataProto
@@ -18,6 +18,7 @@ from ..calls.direct_calls import Address, ConnectionLost, DirectCaller, DirectCa
 from ..calls.restartable_actors import restartable, say_if_restarted
 from .executor import only_errors
 from .naive_scoring import Scorer, scorer_of
+from .plain_results import plain_result
 from .responses import PlainData, Response
 from .visual import VisualRewardManager
 
@@ -44,13 +45,20 @@ class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
     async def compute_plain(self, answer: PlainData | Response) -> dict[str, Any]:
         """Score one response, as verl's `compute_score` does."""
         if self._scorer is not None and isinstance(answer, Response) and len(answer.responses) == 1:
-            return await self._scorer(answer)
-        result: dict[str, Any] = await self.compute_score(answer.data())
-        return result
+            return _plain(await self._scorer(answer))
+        return await self.compute_score(answer.data())
+
+    async def compute_score(self, data: DataProto) -> dict[str, Any]:
+        """Score one response as verl does, with a result that other processes can read."""
+        return _plain(await super().compute_score(data))
 
     async def direct_address(self) -> Address:
         """Return where agent loop workers of this host send responses without Ray."""
         return await self._direct.address()
+
+
+def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plain_result(value) for name, value in result.items()}
 
 
 class PlainCaller:
