@@ -124,7 +124,7 @@ class TrainStateMachine(RoleStateMachine):
             all_read.set()
         if not complete:
             newest = max(self.pipeline.versions.trained, self.pipeline.versions.criticised)
-            self.pipeline.checkpoints.failed(step, newest)
+            self.pipeline.checkpoints.failed(step, newest, self.pipeline.clock.now())
         else:
             self.pipeline.checkpoints.succeeded(step)
             self.pipeline.ledger.checkpointed(step, state.ledger.number)

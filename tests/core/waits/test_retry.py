@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from recipe.async_pipeline.core.schedule import Schedule
-from recipe.async_pipeline.core.waits.retry import CheckpointTimes, Retry
+from recipe.async_pipeline.core.waits.retry import SAVE_PATIENCE_S, CheckpointTimes, Retry
 from recipe.async_pipeline.errors import CheckpointError
 
 
@@ -45,11 +45,11 @@ def times(first_step: int = 1) -> CheckpointTimes:
 def test_a_checkpoint_that_failed_is_tried_again_before_its_next_time() -> None:
     made = times()
     assert [step for step in range(1, 31) if made.saves(step)] == [10, 20, 30]
-    made.failed(10, newest=10)
+    made.failed(10, 10, 0.0)
     assert [step for step in range(10, 31) if made.saves(step)] == [10, 12, 20, 30]
     assert (made.failures, made.age(12)) == (1, 12)
-    made.failed(12, newest=12)
-    made.failed(14, newest=14)
+    made.failed(12, 12, 1.0)
+    made.failed(14, 14, 2.0)
     assert [step for step in range(15, 31) if made.saves(step)] == [18, 20, 30]
     made.succeeded(18)
     assert [step for step in range(15, 31) if made.saves(step)] == [20, 30]
@@ -58,17 +58,20 @@ def test_a_checkpoint_that_failed_is_tried_again_before_its_next_time() -> None:
 
 def test_a_disk_that_stays_full_ends_the_run() -> None:
     made = times(first_step=6)
-    for step in range(10, 19):
-        made.failed(step, newest=step)
+    for step in range(10, 30):
+        made.failed(step, step, now_s=step)  # each step takes a second
+    made.succeeded(30)
+    for step in range(31, 40):
+        made.failed(step, step, now_s=3000.0 + step)
     with pytest.raises(
-        CheckpointError, match="last 10 checkpoints .* disk is full or fails; .* step 5: free space or"
+        CheckpointError, match="last 10 checkpoints .* disk is full or fails; .* step 30: free space or"
     ):
-        made.failed(19, newest=19)
+        made.failed(40, 40, now_s=3031.0 + SAVE_PATIENCE_S)
 
 
 def test_a_checkpoint_is_tried_again_at_a_step_that_no_stage_has_passed() -> None:
     made = times()
-    made.failed(10, newest=15)
+    made.failed(10, 15, 0.0)
     assert [step for step in range(10, 20) if made.saves(step)] == [10, 17]
 
 

@@ -151,7 +151,7 @@ def test_what_failed_besides_the_training_is_named() -> None:
     made = CheckpointTimes(Schedule(batch=1, last_step=100, save_every=10))
     assert side_effects({}, made) == {"checkpoint_last": 0, "checkpoints_failed": 0}
     made.succeeded(10)
-    made.failed(20, newest=20)
+    made.failed(20, 20, 0.0)
     found = side_effects({"the tracker wandb": "ConnectionError: 503"}, made)
     assert found == {
         "observers_off": {"the tracker wandb": "ConnectionError: 503"},

@@ -16,7 +16,10 @@ from ...errors import CheckpointError
 from ..schedule import Schedule
 
 SAVE_ATTEMPTS = 10
-"""Checkpoints in a row that a disk may prevent, of which the last one ends the run."""
+SAVE_PATIENCE_S = 1800.0
+"""A run ends after so many checkpoints in a row that a disk has prevented, and so many seconds: steps may be
+short, and a full disk is emptied by a person.
+"""
 
 
 @dataclass(kw_only=True)
@@ -57,6 +60,7 @@ class CheckpointTimes:
         self._schedule = schedule
         self._retry = Retry(limit=SAVE_ATTEMPTS, first=1, longest=max(1, schedule.save_every))
         self._again: int | None = None
+        self._failing_since = 0.0
         self.last = schedule.first_step - 1
         """The step of the last checkpoint that can be resumed from, or of the start."""
 
@@ -86,12 +90,14 @@ class CheckpointTimes:
         self._retry.succeeded()
         self.last, self._again = max(self.last, step), None
 
-    def failed(self, step: int, newest: int) -> None:
+    def failed(self, step: int, newest: int, now_s: float) -> None:
         """Note that the checkpoint of `step` could not be written. `newest`: the newest step of any model.
 
-        Raises CheckpointError after `SAVE_ATTEMPTS` failures in a row.
+        Raises CheckpointError after `SAVE_ATTEMPTS` failures in a row and `SAVE_PATIENCE_S`.
         """
-        if not self._retry.failed(step):
+        if not self._retry.in_a_row:
+            self._failing_since = now_s
+        if not self._retry.failed(step) and now_s - self._failing_since >= SAVE_PATIENCE_S:
             raise CheckpointError(
                 f"the last {self._retry.in_a_row} checkpoints could not be written, because the disk is full "
                 f"or fails; the last complete one is of step {self.last}: free space or repair it, and resume"
