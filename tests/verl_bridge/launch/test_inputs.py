@@ -8,12 +8,13 @@ import json
 import os
 import re
 import shutil
-import struct
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.errors import ConfigError
@@ -64,6 +65,10 @@ def test_a_model_has_all_its_files_and_can_chat(problems: Problems, tmp_path: Pa
     (problem,) = problems({})
     assert problem.startswith(f"{MODEL}.path must have all files of its index, got '{model}', which lacks 1,")
     index.unlink()
+    (model / "1.safetensors").write_bytes(b"\x09" + bytes(7) + b"{}")
+    (problem,) = problems({})
+    assert problem.startswith(f"{MODEL}.path must have whole files, got '{model}/1.safetensors' (")
+    (model / "1.safetensors").unlink()
 
     bare = tmp_path / "bare"
     shutil.copytree(model, bare)
@@ -260,9 +265,8 @@ def test_engines_and_adapters_need_their_packages(
 
 
 def test_adapters_are_of_layers_of_the_model(problems: Problems, tmp_path: Path) -> None:
-    header = json.dumps({"layers.0.q_proj.weight": {"shape": [2, 2]}}).encode()
-    weights = tmp_path / "task" / "model" / "model.safetensors"
-    weights.write_bytes(struct.pack("<Q", len(header)) + header)
+    weights = {"layers.0.q_proj.weight": np.zeros((2, 2))}
+    save_file(weights, tmp_path / "task" / "model" / "model.safetensors")
     lora = {f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}
     for targets in (["q_proj", "v"], "all-linear", ".*qproj"):
         assert not problems({**lora, f"{MODEL}.target_modules": targets})

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
 
 from ...config.checks.refusals import UNREADABLE
 from ...config.checks.training_engine import OTHERS, SHARDED
@@ -174,6 +175,8 @@ def _faults_of_model(key: str, value: Any) -> Iterator[InputFault]:
                 f"{key} must have all files of its index, got {name!r}, which lacks {len(missing)}, e.g. "
                 f"{missing[0]}; copy or download it again"
             )
+        elif cut := next(filter(None, map(_why_cut, sorted(folder.glob("*.safetensors")))), None):
+            yield InputFault(f"{key} must have whole files, got {cut}; copy or download it again")
         return
     note = f"{key}={name}, which is not on this machine"
     if not HUB_NAME.fullmatch(name):
@@ -201,6 +204,15 @@ def _faults_of_targets(config: Mapping[str, Any]) -> Iterator[InputFault]:
             f"{key} must name layers of the model, got {targets!r}, which it lacks; correct them, or set "
             f"{ALL_LINEAR}"
         )
+
+
+def _why_cut(file: Path) -> str | None:
+    """Return what is wrong with a file of weights whose header does not fit its size."""
+    try:
+        with safe_open(file, "np"):
+            return None
+    except (OSError, SafetensorError) as error:
+        return f"{str(file)!r} ({error})"
 
 
 def _listed_weights(folder: Path) -> Iterator[str]:
