@@ -108,6 +108,23 @@ def test_a_process_of_another_namespace_does_not_sweep_a_live_neighbour() -> Non
         assert neighbour.exists()
 
 
+def test_a_live_neighbour_with_another_number_of_this_user_is_not_swept() -> None:
+    """As in a rootless container that shares the host's memory."""
+    command = ["unshare", "--user", "--map-user=12345"]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("this machine has no namespaces for its users")
+    with owner("", *command) as (alive, process):
+        assert alive.name not in sweep_orphans() and alive.exists()
+        process.kill()
+        process.wait()
+        assert alive.name in sweep_orphans()
+    with owner("") as (alive, _), owner("sweep_orphans(); own(); ", *command) as (_, process):
+        assert process.stdout is not None
+        Path(process.stdout.readline().strip()).unlink()
+        assert alive.exists()
+    (SHM_DIR / "async_pipeline.12345.locks").unlink(missing_ok=True)
+
+
 def test_a_fork_is_another_owner_and_does_not_keep_its_parents_segments() -> None:
     code = "os.fork() or (own(), time.sleep(600)); "
     with owner(code) as (parents, process):
@@ -139,7 +156,7 @@ def test_a_segment_that_another_process_sweeps_first_is_no_error(
 ) -> None:
     gone = orphan.with_name(f"{orphan.name[:-1]}1")
     new_name()  # has opened the locks
-    listed = SimpleNamespace(glob=lambda pattern: [gone, orphan])
+    listed = SimpleNamespace(glob=lambda of: SHM_DIR.glob(of) if "locks" in of else [gone, orphan])
     monkeypatch.setattr(segment_names, "SHM_DIR", listed)
     assert sweep_orphans() == [orphan.name]
     assert not orphan.exists()

@@ -23,6 +23,8 @@ SHM_DIR = Path("/dev/shm")
 PREFIX = "async_pipeline-"
 OF_ENGINES = "async_pipeline_engine-"
 """Of the segments in which the processes of an engine pass messages."""
+LOCKS = "async_pipeline.{}.locks"
+"""By user. Without the prefix of segments, because it stays."""
 NAME_MAX = 255
 """Linux's limit."""
 
@@ -117,21 +119,32 @@ def sweep_orphans() -> list[str]:
 
 
 def _is_locked(owner: str) -> bool:
-    """Return whether another process has locked the byte of an owner."""
-    fd, place = _locks(), int(owner, 16)
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except (BlockingIOError, PermissionError):
-        return True
-    fcntl.lockf(fd, fcntl.LOCK_UN, 1, place)
+    """Return whether another process has locked the byte of an owner.
+
+    A user namespace that shares this memory has another number for this user, and so another file of locks.
+    """
+    place = int(owner, 16)
+    _locks()
+    for path in SHM_DIR.glob(LOCKS.format("*")):
+        if path.lstat().st_uid != os.geteuid():
+            continue
+        fd = _opened(path.name)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        except (BlockingIOError, PermissionError):
+            return True
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, place)
     return False
 
 
-@functools.cache
 def _locks() -> int:
+    """Return the descriptor of the file in which processes of this user lock their bytes."""
+    return _opened(LOCKS.format(os.geteuid()))
+
+
+@functools.cache
+def _opened(name: str) -> int:
     """Return a descriptor that stays open: closing any of a file ends all locks of the process on it."""
-    # Without the prefix of segments, because it stays.
-    name = f"async_pipeline.{os.geteuid()}.locks"
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(SHM_DIR / name, flags, 0o600)
