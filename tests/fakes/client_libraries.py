@@ -104,6 +104,19 @@ def anthropic_messages() -> Any:
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
 
 
+def anthropic_tool_runner() -> Any:
+    from anthropic import Anthropic, beta_tool
+
+    runner: Any = Anthropic().beta.messages.tool_runner(
+        model="policy",
+        max_tokens=1000,
+        system=SYSTEM,
+        messages=[{"role": "user", "content": QUESTION}],
+        tools=[beta_tool(add)],
+    )
+    return runner.until_done().content[-1].text
+
+
 def litellm() -> Any:
     from litellm import completion
 
@@ -215,7 +228,8 @@ def smolagents_code() -> Any:
 CASES: dict[str, Callable[[], Any]] = {
     one.__name__: one
     for one in (
-        *(openai_chat, openai_chat_typed, openai_responses, anthropic_messages, litellm),
+        *(openai_chat, openai_chat_typed, openai_responses, litellm),
+        *(anthropic_messages, anthropic_tool_runner),
         *(langchain, langchain_typed, langchain_structured, langgraph_typed),
         *(pydantic_ai, pydantic_ai_typed, pydantic_ai_native),
         *(openai_agents, openai_agents_typed, openai_agents_chat_typed, smolagents_tools, smolagents_code),

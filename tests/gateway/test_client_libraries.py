@@ -4,21 +4,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from recipe.async_pipeline.gateway.dialects import DIALECTS, GROUPS
 from recipe.async_pipeline.gateway.sessions import SessionLimits
 from tests import REPOSITORY
 from tests.fakes.agent_policy import FakePolicy
+from tests.fakes.client_parameters import client_parameters
 from tests.fakes.served_gateway import served
 
 PROGRAM = REPOSITORY / "tests" / "fakes" / "client_libraries.py"
+PARAMETERS = PROGRAM.with_name("client_parameters.py")
 LIMITS = SessionLimits(prompt_tokens=100_000, response_tokens=200_000)
 OFF = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -50,6 +54,7 @@ CASES = (
     Case("openai_chat_typed", "openai", "`chat.completions.parse`", (TYPED,), forms=1),
     Case("openai_responses", "openai", "responses", TOOLS),
     Case("anthropic_messages", "anthropic", "messages", TOOLS),
+    Case("anthropic_tool_runner", "anthropic", "`beta.messages.tool_runner`", TOOLS),
     Case("litellm", "litellm", "`completion`", TOOLS),
     Case("langchain", "langchain", "`create_agent`", TOOLS),
     Case(
@@ -129,6 +134,25 @@ def python() -> str:
     done = subprocess.run(["bash", str(script), str(requirements)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def check_known(names_of_path: Mapping[str, Iterable[str]]) -> None:
+    """Require that the gateway says what it does with each parameter."""
+    for dialect in DIALECTS:
+        known = {name for group in GROUPS for name in getattr(dialect.parameters, group)}
+        assert set(names_of_path[dialect.path]) - known == set(), dialect.path
+
+
+def test_the_parameters_of_the_clients_are_known() -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("anthropic")
+    check_known(client_parameters())
+
+
+@pytest.mark.nightly
+def test_the_parameters_of_the_declared_clients_are_known(python: str) -> None:
+    done = subprocess.run([python, str(PARAMETERS)], capture_output=True, text=True, check=True)
+    check_known(json.loads(done.stdout))
 
 
 @pytest.mark.nightly

@@ -27,7 +27,7 @@ from tests.fakes.agent_policy import END, LIMITS, FakePolicy
 from tests.refusals import Refused, cases_of
 
 openai = pytest.importorskip("openai")
-pytest.importorskip("anthropic")
+anthropic = pytest.importorskip("anthropic")
 from tests.fakes.agent_clients import CLIENTS, STATUS_ERRORS  # noqa: E402
 
 Serve = Callable[..., Any]
@@ -506,27 +506,30 @@ def test_parts_of_tools_are_counted(path: str, tool: dict[str, Any], counted: tu
     assert OF_PATH[path].read(json.dumps(body).encode()).ask.overridden == counted
 
 
-def parameters_of(kind: Any) -> set[str]:
-    """Return the parameters of a client's method."""
-    bases = [kind, *kind.__orig_bases__]
-    return {name for one in bases for name in getattr(one, "__annotations__", {})}
+async def test_a_client_of_which_the_server_would_keep_the_conversation_sends_all_of_it(
+    serve: Serve,
+) -> None:
+    """Anthropic's runner of tools sends only results after its first request, unless it is refused."""
 
+    @anthropic.beta_async_tool
+    async def add(x: int) -> str:
+        """Add.
 
-def test_the_parameters_of_the_clients_are_known() -> None:
-    from anthropic.types.message_create_params import MessageCreateParamsNonStreaming as Messages
-    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as Chat
-    from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as Completions
-    from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as Responses
+        Args:
+            x: a number
+        """
+        return str(x + 1)
 
-    kinds = {
-        "/v1/chat/completions": Chat,
-        "/v1/messages": Messages,
-        "/v1/responses": Responses,
-        "/v1/completions": Completions,
-    }
-    for path, kind in kinds.items():
-        known = {name for group in GROUPS for name in getattr(OF_PATH[path].parameters, group)}
-        assert parameters_of(kind) - known == set(), path
+    async with serve(FakePolicy('[add {"x": 4}]', "5")) as at:
+        async with anthropic.AsyncAnthropic(base_url=at.url, api_key=at.session.keys.model) as client:
+            asked: Any = [{"role": "user", "content": "go"}]
+            runner = client.beta.messages.tool_runner(model="any", max_tokens=99, messages=asked, tools=[add])
+            said: Any = await runner.until_done()
+        assert said.content[0].text == "5"
+        prompt = bytes(token for token in at.policy.prompts[-1] if token < 256)
+        assert prompt.endswith(b'<user>go[add {"x": 4}]<tool>5')
+        assert [row.answers for row in at.session.rows()] == [2]
+        assert at.session.counts.ignored == {}
 
 
 S = {"type": "object", "properties": {"a": {"type": "integer"}}}

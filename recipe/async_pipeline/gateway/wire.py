@@ -86,14 +86,35 @@ class CountingDialect(Dialect, Protocol):
         """Return the request in such a body. Raises as `read`."""
 
 
+class Stateless(msgspec.Struct, kw_only=True):
+    """A body of an API whose servers may keep conversations. It has the fields that refer to one."""
+
+    thread: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    session_params: Any = None
+
+
+KEPT = Stateless.__struct_fields__
+"""Parameters of Anthropic, OpenAI and SGLang that refer to a conversation of the server."""
+
+
 def decoded(body: bytes, kind: type[T]) -> T:
-    """Return a body as the struct `kind`. Raises RequestRefused, which names the field."""
+    """Return a body as the struct `kind`.
+
+    Raises RequestRefused, which names the field, also for a conversation that the server would have to keep:
+    its prompt would lack everything that the request leaves out.
+    """
     try:
-        return msgspec.json.decode(body, type=kind)
+        found = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise RequestRefused(f"invalid request: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRefused(f"the body is not valid JSON: {error}") from error
+    if isinstance(found, Stateless):
+        why = "the gateway keeps no conversations; send the whole one in each request"
+        refuse({name: getattr(found, name) is not None for name in KEPT}, why)
+    return found
 
 
 CONSTRAINTS = (

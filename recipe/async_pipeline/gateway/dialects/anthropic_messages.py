@@ -13,9 +13,11 @@ from ..conversation import Message, parsed
 from ..turns import ANY_TOOL, Ask, Reply
 from ..wire import (
     CONSTRAINTS,
+    KEPT,
     OF_ENGINES,
     Parameters,
     Read,
+    Stateless,
     checked,
     content_of,
     decoded,
@@ -31,8 +33,18 @@ from ..wire import (
 PARAMETERS = Parameters(
     honoured=("messages", "model", "system", "stream", "stop_sequences", "tools", "max_tokens"),
     checked=("tool_choice", "output_config", "output_format"),
-    refused=CONSTRAINTS,
-    neutral=("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id", "workspace_id"),
+    refused=("compaction", *KEPT, *CONSTRAINTS),
+    neutral=(
+        "metadata",
+        "service_tier",
+        "cache_control",
+        "inference_geo",
+        "user_profile_id",
+        "workspace_id",
+        "betas",
+        "billing_policy",
+        "fallback_credit_token",
+    ),
     counted=(
         "temperature",
         "top_p",
@@ -42,6 +54,7 @@ PARAMETERS = Parameters(
         "mcp_servers",
         "context_management",
         "diagnostics",
+        "fallbacks",
         "speed",
     ),
     of_tools=("type", "name", "description", "input_schema", "cache_control"),
@@ -71,7 +84,7 @@ class _Tool(msgspec.Struct):
     type: str | None = None
 
 
-class _Input(msgspec.Struct):
+class _Input(Stateless):
     messages: list[_Message]
     model: str = "policy"
     system: str | list[Any] | None = None
@@ -81,6 +94,7 @@ class _Input(msgspec.Struct):
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
+    compaction: Any = None
 
 
 class _Body(_Input, kw_only=True):
@@ -105,6 +119,7 @@ class AnthropicMessages:
     def _read(self, found: _Input, max_tokens: int | None, body: bytes) -> Read:
         choice = (found.tool_choice or {}).get("type", "auto")
         alone = (found.tool_choice or {}).get("disable_parallel_tool_use") is True
+        refuse({"compaction": found.compaction is not None}, "ask for a summary in a message")
         refuse({"tool_choice": choice not in CHOICES}, f"the choices are {', '.join(CHOICES)}")
         output = dict(found.output_config or {})
         form = output.pop("format", None) or found.output_format
@@ -226,4 +241,8 @@ def _stopped(reply: Reply) -> dict[str, Any]:
 
 def _error(status: int, message: str) -> dict[str, Any]:
     kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if message.startswith("thread:"):
+        # With this code, Anthropic's client sends the whole conversation in this and all further requests.
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": error}

@@ -14,9 +14,11 @@ from ..turns import ANY_TOOL, Ask, Reply
 from ..wire import (
     CHANGES_SAMPLING,
     CONSTRAINTS,
+    KEPT,
     OF_ENGINES,
     Parameters,
     Read,
+    Stateless,
     arguments_of,
     checked,
     content_of,
@@ -64,7 +66,7 @@ PARAMETERS = Parameters(
         "tool_choice",
         "modalities",
     ),
-    refused=("audio", "function_call", *CONSTRAINTS),
+    refused=("audio", "function_call", *KEPT, *CONSTRAINTS),
     neutral=(*NEUTRAL, "prediction"),
     counted=(*SAMPLING, *OF_ENGINES, "reasoning_effort", "verbosity", "web_search_options", "moderation"),
     of_tools=("type", "function", "name", "description", "parameters", "arguments"),
@@ -99,7 +101,7 @@ class _Tool(msgspec.Struct):
     type: str = "function"
 
 
-class _Body(msgspec.Struct):
+class _Body(Stateless):
     messages: list[_Message]
     model: str = "policy"
     stream: bool | None = None

@@ -12,9 +12,11 @@ from ..turns import Ask, Reply
 from ..wire import (
     CHANGES_SAMPLING,
     CONSTRAINTS,
+    KEPT,
     OF_ENGINES,
     Parameters,
     Read,
+    Stateless,
     decoded,
     event,
     ignored,
@@ -27,13 +29,13 @@ from .openai_chat import NEUTRAL, SAMPLING, OpenAIChat, usage_of
 PARAMETERS = Parameters(
     honoured=("prompt", "model", "stream", "stream_options", "max_tokens", "stop"),
     checked=("n", "best_of", "echo", "suffix", "logprobs", "logit_bias"),
-    refused=("response_format", *CONSTRAINTS),
+    refused=("response_format", *KEPT, *CONSTRAINTS),
     neutral=NEUTRAL,
     counted=(*SAMPLING, *OF_ENGINES),
 )
 
 
-class _Body(msgspec.Struct):
+class _Body(Stateless):
     prompt: str | list[str | int]
     model: str = "policy"
     stream: bool | None = None

@@ -13,9 +13,11 @@ from ..conversation import Message, ToolCall, parsed
 from ..turns import Ask, Reply
 from ..wire import (
     CONSTRAINTS,
+    KEPT,
     OF_ENGINES,
     Parameters,
     Read,
+    Stateless,
     checked,
     content_of,
     decoded,
@@ -39,9 +41,16 @@ PARAMETERS = Parameters(
         "tools",
         "parallel_tool_calls",
     ),
-    checked=("tool_choice", "text", "previous_response_id", "conversation", "background", "top_logprobs"),
-    refused=("prompt", *CONSTRAINTS),
-    neutral=(*NEUTRAL, "stream_options"),
+    checked=("tool_choice", "text", "background", "top_logprobs"),
+    refused=("prompt", *KEPT, *CONSTRAINTS),
+    neutral=(
+        *NEUTRAL,
+        "stream_options",
+        "background_options",
+        "completion_window",
+        "continuation_id",
+        "betas",
+    ),
     counted=(
         *SAMPLING,
         *OF_ENGINES,
@@ -52,6 +61,7 @@ PARAMETERS = Parameters(
         "context_management",
         "moderation",
         "access_programs",
+        "multi_agent",
         "image",
     ),
     of_tools=("type", "name", "description", "parameters"),
@@ -97,7 +107,7 @@ class _Text(msgspec.Struct):
     verbosity: Any = None
 
 
-class _Body(msgspec.Struct):
+class _Body(Stateless):
     input: str | list[dict[str, Any]]
     model: str = "policy"
     instructions: str | None = None
@@ -107,8 +117,6 @@ class _Body(msgspec.Struct):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
     background: bool | None = None
     top_logprobs: int | None = None
 
@@ -125,14 +133,7 @@ class OpenAIResponses:
         found = decoded(body, _Body)
         form = (found.text and found.text.format) or {}
         schema, call = schema_of(form, form, "text.format"), called_tool(found.tool_choice)
-        refuse(
-            {
-                "previous_response_id": found.previous_response_id is not None,
-                "conversation": found.conversation is not None,
-                "background": bool(found.background),
-            },
-            "responses are not kept; send the whole input",
-        )
+        refuse({"background": bool(found.background)}, "responses are not kept")
         refuse({"top_logprobs": bool(found.top_logprobs)}, "/v1/generate returns log-probs of tokens")
         items = [{"role": "user", "content": found.input}] if isinstance(found.input, str) else found.input
         messages: list[Message] = []
