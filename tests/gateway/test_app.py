@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.claims import Claims
 from recipe.async_pipeline.gateway.registry import Sessions
 from recipe.async_pipeline.gateway.sessions import Session
@@ -268,3 +271,41 @@ async def test_every_route_requires_a_key(serve: Serve) -> None:
                 path = route.path.replace("{name:path}", "policy")
                 answer = await http.request(method, path, headers=headers, content=b"{}")
                 assert answer.status_code in (401, 410), route.path
+
+
+class Refusing(FakePolicy):
+    """Refuses each request, whose messages are as large as the agent likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[weakref.ref[Any]] = []
+        """Of each request, what its coroutine had."""
+
+    async def begin(self, *_: Any) -> NoReturn:
+        body = {1}
+        self.held.append(weakref.ref(body))
+        await self.gate.wait()
+        raise RequestRefused("the chat template refuses")
+
+
+@pytest.mark.parametrize(("stream", "status"), [(False, 400), (True, 400), (True, 200)])
+async def test_a_request_that_was_refused_is_not_kept(serve: Serve, stream: bool, status: int) -> None:
+    """Also before the garbage collector runs, which may take as long as the session."""
+    policy = Refusing()
+    late = status == 200
+    async with (
+        serve(policy, keep_alive_s=0.01 if late else HANG_S) as at,
+        httpx.AsyncClient(base_url=at.url, headers=bearer(at.session.keys.model)) as http,
+    ):
+        gc.disable()
+        try:
+            for number in range(1, 4):
+                if late:
+                    policy.gate.clear()
+                async with http.stream("POST", CHAT, json=BODY | {"stream": stream}) as refused:
+                    policy.gate.set()
+                    assert "the chat template refuses" in (await refused.aread()).decode()
+                assert (refused.status_code, len(policy.held)) == (status, number)
+            assert [held() for held in policy.held] == [None] * 3
+        finally:
+            gc.enable()

@@ -123,6 +123,7 @@ class Gateway:
             try:
                 return await answer(dialect, request)
             except RequestRefused as error:
+                _forget_frames(error)
                 body = dialect.error(error.status, str(error))
                 return Response(body, error.status, _headers(error), JSON)
 
@@ -136,6 +137,7 @@ class Gateway:
                     return Response(status_code=204)
                 return Response(msgspec.json.encode(found), 200, media_type=JSON)
             except RequestRefused as error:
+                _forget_frames(error)
                 body = {"error": {"message": str(error), "type": "invalid_request_error"}}
                 return Response(msgspec.json.encode(body), error.status, _headers(error), JSON)
 
@@ -186,6 +188,7 @@ class Gateway:
             try:
                 reply = task.result()
             except RequestRefused as error:
+                _forget_frames(error)
                 yield dialect.error_event(error.status, str(error))
                 return
             yield b"".join(dialect.events(read, reply))
@@ -310,6 +313,13 @@ def _is_main(request: Request) -> bool | None:
     if said not in (None, "main", "auxiliary"):
         raise RequestRefused(f"{CONVERSATION} must be main or auxiliary, got {said!r}")
     return None if said is None else said == "main"
+
+
+def _forget_frames(error: RequestRefused) -> None:
+    """Release a request that was refused: the frames of the traceback have its body and its task, which has
+    the error, so all of them would wait for the garbage collector.
+    """
+    error.__traceback__ = None
 
 
 def _headers(error: RequestRefused) -> dict[str, str]:

@@ -113,7 +113,7 @@ class Session:
         """The last answer to each request, by its digest: at most `max_turns`."""
         self._texts = ContinuedText()
         self._waiting: Counter[asyncio.Future[Any]] = Counter()
-        """Callers that wait for a request."""
+        """Callers that wait for a request. A task without any has no entry."""
         self._first_model: str | None = None
         self._limits_hit = 0
         """Requests that were refused at a limit."""
@@ -264,6 +264,8 @@ class Session:
             raise
         finally:
             self._waiting[task] -= 1
+            if not self._waiting[task]:
+                del self._waiting[task]
 
     def _without_waiter(self, task: asyncio.Future[Any]) -> None:
         """Note that the answer of a request is lost, unless it failed or another caller waits for it."""
