@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -270,10 +271,16 @@ def test_the_channels_of_gpt_oss(module: ModuleType) -> None:
     marks = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"]
     tokenizer.add_tokens(marks, special_tokens=True)
     policy = policy_of(module, tokenizer=tokenizer, parser="gpt-oss")
-    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 4}<|call|>'
+    headers = (
+        "<|channel|>commentary to=functions.add <|constrain|>json",
+        "<|channel|>commentary to=functions.add<|constrain|>json",
+        "<|channel|>commentary to=functions.add json",
+        " to=functions.add<|channel|>commentary",
+    )
     thought = "<|channel|>analysis<|message|>add 40 and 2<|end|><|start|>assistant"
-    for before, reasoning in (("", ""), (thought, "add 40 and 2")):
-        ids = tokenizer.encode(before + call, add_special_tokens=False)
+    for header, (before, reasoning) in product(headers, (("", ""), (thought, "add 40 and 2"))):
+        written = f'{before}{header}<|message|>{{"x": 4}}<|call|>'
+        ids = tokenizer.encode(written, add_special_tokens=False)
         said = asyncio.run(policy.read(ids, [TOOL], ()))
         assert (said.reasoning, said.text) == (reasoning, "")
         assert [one[1:] for one in said.calls] == [("add", '{"x": 4}')]

@@ -27,6 +27,7 @@ from ...rollout.client import refuses_request
 from ..prompt_pictures import decoded, require_vision
 from ..tokens.model_tokens import tokens_of, turn_ends
 from ..tokens.prompt_tokens import SHORT_BYTES
+from . import gpt_oss_calls  # noqa: F401 - registers its parser with verl
 from .reasoning import THINK, Reasoning, has_think_tags, reasoning_of
 from .response_form import structured
 from .tool_types import type_of
