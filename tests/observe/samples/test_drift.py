@@ -20,19 +20,20 @@ Episode = Sequence[tuple[int, Sequence[float]]]
 """Turns: the version that wrote it, and the difference of the log-probs of each token."""
 
 
-def trajectory(turns: Episode) -> Trajectory:
+def trajectory(turns: Episode, key: str = "a") -> Trajectory:
     spans, at = [], 0
     for version, tokens in turns:
         spans.append((version, at))
         at += len(tokens) + 2  # an observation of two tokens after each turn
     versions = [version for version, _ in turns]
     return Trajectory(
-        key="a", first_version=min(versions), last_version=max(versions), num_tokens=at, spans=plain(spans)
+        key=key, first_version=min(versions), last_version=max(versions), num_tokens=at, spans=plain(spans)
     )
 
 
-def measured(*episodes: Episode, bound: float = 0.05, parts: int = 1) -> DriftMeter:
-    meter = DriftMeter(TRAINER, bound)
+def measured(*episodes: Episode, bound: float = 0.05, parts: int = 1, with_forms: str = "") -> DriftMeter:
+    """`with_forms`: keys of episodes, which are a, b, c in their order."""
+    meter = DriftMeter(TRAINER, bound, with_forms)
     size = -(-len(episodes) // parts)
     for begin in range(0, len(episodes), size):
         some = episodes[begin : begin + size]
@@ -44,7 +45,8 @@ def measured(*episodes: Episode, bound: float = 0.05, parts: int = 1) -> DriftMe
         lengths = np.array([sum(len(tokens) + 2 for _, tokens in turns) for turns in some])
         rollout = np.where(np.array(mask) == 1, -1.0, 0.0)
         columns = Columns(lengths, np.array(mask), rollout, np.array(old))
-        meter.add([trajectory(turns) for turns in some], columns)
+        keys = (chr(ord("a") + begin + i) for i in range(size))
+        meter.add([trajectory(*one) for one in zip(some, keys, strict=False)], columns)
     return meter
 
 
@@ -68,6 +70,27 @@ def test_the_largest_difference_of_each_turn(parts: int) -> None:
 def test_the_first_turn_has_its_own_advice() -> None:
     warning = measured([(7, [1.0, 1.0])]).warning()
     assert warning is not None and "in turn 1" in warning and "chat template" in warning
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("with_forms", "turn", "why"),
+    [
+        ("", 1, "compare the prompt's chat template"),
+        ("a", 2, "what is inserted between turns 1 and 2"),
+        ("ab", 1, "a form of the answer (response_format or tool_choice)"),
+        ("abc", 1, "a form of the answer (response_format or tool_choice)"),
+    ],
+)
+def test_forms_are_named_as_the_cause_if_nothing_else_drifts(
+    with_forms: str, turn: int, why: str, parts: int
+) -> None:
+    episodes: list[Episode] = [[(7, [1.0, 1.0]), (7, [0.0])], [(7, [0.0]), (7, [2.0, 2.0])], [(7, [0.0])]]
+    meter = measured(*episodes, parts=parts, with_forms=with_forms)
+    warning = meter.warning()
+    assert warning is not None and f"in turn {turn}, " in warning and why in warning
+    assert ("the tokens that the engine saw" in warning) == (with_forms in ("", "a"))
+    assert meter.metrics()["drift/max"] == 2.0, "of all episodes"
 
 
 def test_turns_of_other_versions_are_not_compared() -> None:

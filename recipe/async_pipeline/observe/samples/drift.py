@@ -6,12 +6,13 @@ token more or less between two turns, a template that renders a message differen
 them differ much more, from that turn on. Rewards look the same for a long time, because the policy that
 generates is the right one; the gradients are not.
 
-Only turns that the trainer's own version wrote are compared: for others, the policies differ.
+Only turns that the trainer's own version wrote are compared: for others, the policies differ. Answers with a
+form differ although the tokens are the same: the engine masks what the form does not permit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,11 @@ DRIFTING_SHARE, DRIFTING_TOKENS = 0.02, 2
 """Least share and number of a turn's tokens that drift, for a warning: of a request during which the weights
 changed, single tokens may differ.
 """
+OF_TOKENS = "the trainer does not see the tokens that the engine saw"
+OF_FORMS = (
+    "requests asked for a form of the answer (response_format or tool_choice), and the engine masks the "
+    "tokens that it does not permit, which the trainer does not; see docs/agents.md, Answers with a form"
+)
 
 
 class TurnDrift(NamedTuple):
@@ -51,9 +57,12 @@ class TurnDrift(NamedTuple):
 class DriftMeter:
     """Measures one optimizer step's batch, which is added in any number of parts."""
 
-    def __init__(self, trainer_version: int, bound: float) -> None:
-        self._trainer_version, self._bound = trainer_version, bound
+    def __init__(self, trainer_version: int, bound: float, with_forms: Collection[str] = ()) -> None:
+        """`with_forms`: keys of trajectories that may have answers with a form."""
+        self._trainer_version, self._bound, self._with_forms = trainer_version, bound, with_forms
         self._turns: dict[int, TurnDrift] = {}
+        self._free: dict[int, TurnDrift] = {}
+        """Of trajectories without forms."""
 
     def add(self, trajectories: Sequence[Trajectory], columns: Columns) -> None:
         """Add some trajectories; ones without log-probs are ignored."""
@@ -76,8 +85,11 @@ class DriftMeter:
         other = (versions != self._trainer_version) | ~np.isfinite(difference)
         mixed = np.bincount(turn_of_token[other], minlength=ordinal.size) > 0
         usable = ~mixed[turn_of_token]
-        turns = ordinal[turn_of_token][usable]
-        self._take(turns, difference[usable])
+        turns, difference = ordinal[turn_of_token][usable], difference[usable]
+        self._take(self._turns, turns, difference)
+        may_have_form = np.array([one.key in self._with_forms for one in trajectories])
+        free = ~may_have_form[owners][turn_of_token][usable]
+        self._take(self._free, turns[free], difference[free])
 
     def metrics(self) -> dict[str, float]:
         """Return `drift/max` and `drift/turn_N`; empty if no turn could be compared."""
@@ -87,22 +99,27 @@ class DriftMeter:
         return {"drift/max": max(turn.largest for turn in self._turns.values()), **shown}
 
     def warning(self) -> str | None:
-        """Return one line that names the first turn that drifts, or None."""
-        for n in sorted(self._turns):
-            turn = self._turns[n]
-            if turn.drifts:
-                return (
-                    f"drift: in turn {n}, log-probs of the engine and of the trainer differ by up to "
-                    f"{turn.largest:.3g} on the same weights ({turn.drifting} of {turn.tokens} tokens above "
-                    f"{self._bound:g}): the trainer does not see the tokens that the engine saw{_where(n)}"
-                )
+        """Return one line that names the first turn that drifts, and why, or None.
+
+        Forms are named only if no turn of a trajectory without them drifts.
+        """
+        for measured in (self._free, self._turns):
+            for n in sorted(measured):
+                turn = measured[n]
+                if turn.drifts:
+                    why = OF_FORMS if measured is self._turns else OF_TOKENS + _where(n)
+                    return (
+                        f"drift: in turn {n}, log-probs of the engine and of the trainer differ by up to "
+                        f"{turn.largest:.3g} on the same weights ({turn.drifting} of {turn.tokens} tokens "
+                        f"above {self._bound:g}): {why}"
+                    )
         return None
 
-    def _take(self, turns: Ints, difference: Floats) -> None:
+    def _take(self, into: dict[int, TurnDrift], turns: Ints, difference: Floats) -> None:
         for n in np.unique(turns):
             found = difference[turns == n]
-            before = self._turns.get(int(n), TurnDrift(0, 0, 0.0))
-            self._turns[int(n)] = TurnDrift(
+            before = into.get(int(n), TurnDrift(0, 0, 0.0))
+            into[int(n)] = TurnDrift(
                 before.tokens + found.size,
                 before.drifting + int(np.count_nonzero(found > self._bound)),
                 max(before.largest, float(found.max())),

@@ -178,8 +178,9 @@ def test_drift_is_reported_when_it_begins(module: Any, monkeypatch: pytest.Monke
     trajectory = Trajectory(key="a_0", first_version=2, last_version=2, num_tokens=3, spans=plain(((2, 0),)))
     payload = SimpleNamespace(keys=["a_0"], partition_id="train")
 
-    def measured(step: int) -> tuple[dict[str, float], str | None]:
-        group = Group(uid="a", step=step, trajectories=(trajectory,))
+    def measured(step: int, constrained: int = 0) -> tuple[dict[str, float], str | None]:
+        counts = {"constrained": constrained}
+        group = Group(uid="a", step=step, trajectories=(trajectory,), counts=counts)
         found: tuple[dict[str, float], str | None] = meters.distances(
             StepBatch(step=step, groups=(group,), payload=payload)
         )
@@ -191,7 +192,11 @@ def test_drift_is_reported_when_it_begins(module: Any, monkeypatch: pytest.Monke
     assert measured(3)[1] is None, "it is reported once"
     later, none = measured(4)  # the trainer is newer than the tokens
     assert "drift/max" not in later and none is None
-    assert measured(3)[1] is not None
+    again = measured(3)[1]
+    assert again is not None and "chat template" in again
+    measured(4)
+    of_forms = measured(3, constrained=2)[1]
+    assert of_forms is not None and "a form of the answer" in of_forms and "chat template" not in of_forms
 
 
 def test_episodes_that_were_not_needed_are_redundant(meters: Any, counted: Counter[str], module: Any) -> None:

@@ -114,7 +114,9 @@ class SampleMeters:
             clip_low=self._clip_low,
             clip_high=self._clip_high,
         )
-        drift = DriftMeter(batch.step - 1, self._drift_bound)
+        formed = [group for group in batch.groups if group.counts.get("constrained")]
+        with_forms = {t.key for group in formed for t in group.trajectories}
+        drift = DriftMeter(batch.step - 1, self._drift_bound, with_forms)
         trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
         # verl pads a batch with rows to make it divisible by the number of ranks.
         keys = [key for key in batch.payload.keys if key in trajectories]
