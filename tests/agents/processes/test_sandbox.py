@@ -70,7 +70,8 @@ def other_episode() -> Iterator[None]:
         folder.__exit__()
         await asyncio.get_running_loop().shutdown_default_executor()
 
-    with subprocess.Popen(["sleep", "600"], env=variables) as process:
+    command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", "others-argument"]
+    with subprocess.Popen(command, env=variables) as process:
         loop.run_until_complete(folder.make("task.json", OTHERS.shown))
         yield
         process.kill()
@@ -86,6 +87,8 @@ def other_episode() -> Iterator[None]:
         ("others-task", f"{tempfile.gettempdir()}/{PREFIX}*/*"),
         ("others-key", "/proc/*/environ"),
         ("workers-token", "/proc/*/environ"),
+        # All users may read it, so only a /proc without the process hides it.
+        ("others-argument", "/proc/*/cmdline"),
         ("others-task", f"/proc/*/root{tempfile.gettempdir()}/{PREFIX}*/*"),
     ],
 )
