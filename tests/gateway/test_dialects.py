@@ -499,10 +499,44 @@ def test_parts_of_parameters_are_counted() -> None:
         ("/v1/responses", {"type": "custom", "name": "f", "format": {"type": "text"}, "strict": None}, ()),
         ("/v1/responses", {"type": "web_search", "filters": {"x": 1}}, ("tools.web_search",)),
         ("/v1/messages", {"name": "f", "strict": True, "cache_control": {"type": "x"}}, ("tools.strict",)),
+        (
+            "/v1/messages",
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+            ("tools.web_search_20250305",),
+        ),
+        ("/v1/messages", {"type": "mcp_toolset", "mcp_server_name": "s"}, ("tools.mcp_toolset",)),
     ],
 )
 def test_parts_of_tools_are_counted(path: str, tool: dict[str, Any], counted: tuple[str, ...]) -> None:
     body = BODIES[path] | {"tools": [tool, tool]}
+    assert OF_PATH[path].read(json.dumps(body).encode()).ask.overridden == counted
+
+
+def test_the_policy_does_not_learn_of_tools_that_the_server_would_run() -> None:
+    for path, hosted, own in (
+        ("/v1/responses", {"type": "web_search"}, {"type": "function", "name": "f"}),
+        ("/v1/messages", {"type": "code_execution_20260521", "name": "c"}, {"name": "f"}),
+    ):
+        ask = OF_PATH[path].read(json.dumps(BODIES[path] | {"tools": [hosted, own]}).encode()).ask
+        assert [one["function"]["name"] for one in ask.tools] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "counted"),
+    [
+        ("/v1/chat/completions", {"name": "bob"}, ("messages.name",)),
+        (
+            "/v1/chat/completions",
+            {"reasoning": "hm", "audio": {"id": "a"}},
+            ("messages.audio", "messages.reasoning"),
+        ),
+        ("/v1/chat/completions", {"reasoning_content": "hm", "refusal": None, "annotations": []}, ()),
+        ("/v1/messages", {"name": "bob"}, ("messages.name",)),
+    ],
+)
+def test_parts_of_messages_are_counted(path: str, part: dict[str, Any], counted: tuple[str, ...]) -> None:
+    said = {"role": "assistant", "content": "a", **part}
+    body = BODIES[path] | {"messages": [*MESSAGES, said, *MESSAGES]}
     assert OF_PATH[path].read(json.dumps(body).encode()).ask.overridden == counted
 
 

@@ -48,6 +48,8 @@ class Parameters(NamedTuple):
     """Known ones that are counted."""
     of_tools: tuple[str, ...] = ()
     """Parts of a tool that are read, or ask for nothing. Other ones are counted."""
+    of_messages: tuple[str, ...] = ()
+    """The same of a message."""
 
 
 class Dialect(Protocol):
@@ -147,12 +149,14 @@ MAX_NAMES, MAX_NAME = 32, 64
 
 ASKS_NOTHING = (None, False, {"type": "text"})
 """Values of parts of tools."""
+EMPTY_VALUES = (b"null", b"false", b"[]", b"{}", b'""')
+"""Values of parts of messages that say nothing, which clients send back."""
 
 
 def ignored(
     body: bytes, known: Parameters, *, one_call: bool = False, hosted: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return the parameters of a body, and parts of its tools, that have no effect.
+    """Return the parameters of a body, and parts of its tools and messages, that have no effect.
 
     `one_call`: it asks for one tool call at most; `hosted`: types of tools that are left out. Raises
     RequestRefused for `known.refused`.
@@ -164,6 +168,10 @@ def ignored(
     names = [name for name in given if name not in read]
     if known.of_tools and "tools" in given:
         names += sorted(_unread(msgspec.json.decode(values["tools"]), known.of_tools, hosted))
+    if known.of_messages and "messages" in given:
+        messages = msgspec.json.decode(values["messages"], type=list[dict[str, msgspec.Raw]])
+        parts = {name for one in messages for name, part in one.items() if bytes(part) not in EMPTY_VALUES}
+        names += sorted(f"messages.{name}" for name in parts.difference(known.of_messages))
     names = [name[:MAX_NAME] for name in names][:MAX_NAMES]
     return (*names, *(["parallel_tool_calls"] if one_call else []))
 

@@ -58,8 +58,13 @@ PARAMETERS = Parameters(
         "speed",
     ),
     of_tools=("type", "name", "description", "input_schema", "cache_control"),
+    of_messages=("role", "content"),
 )
 CHOICES, FIELDS = ("auto", "none", "any", "tool"), ("output_config.format", "tool_choice")
+HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search_tool", "advisor", "mcp_toolset")
+"""Beginnings of the types of tools that Anthropic's servers run. The policy does not learn of them, and they
+are counted.
+"""
 REASONING = ("thinking", "redacted_thinking")
 INVALID = "invalid_json"
 """Holds what the policy wrote as arguments if it is not valid JSON: the wire has only mappings."""
@@ -78,7 +83,7 @@ class _Message(msgspec.Struct):
 
 
 class _Tool(msgspec.Struct):
-    name: str
+    name: str = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = None
@@ -126,7 +131,9 @@ class AnthropicMessages:
         named = form is not None and form.get("type") == "json_schema"
         refuse({"output_config.format": form is not None and not named}, "the format is json_schema")
         call = {"any": ANY_TOOL, "tool": str((found.tool_choice or {}).get("name"))}.get(choice)
-        tools = [] if choice == "none" else [_tool(one) for one in found.tools or ()]
+        given = found.tools or ()
+        hosted = [one.type for one in given if one.type is not None and one.type.startswith(HOSTED)]
+        tools = [] if choice == "none" else [_tool(one) for one in given if one.type not in hosted]
         of_output = [f"output_config.{name}" for name, value in output.items() if value is not None]
         messages: list[Message] = []
         if found.system:
@@ -138,7 +145,7 @@ class AnthropicMessages:
             tools,
             max_tokens,
             texts(found.stop_sequences),
-            (*ignored(body, PARAMETERS, one_call=alone), *of_output),
+            (*ignored(body, PARAMETERS, one_call=alone, hosted=hosted), *of_output),
             form=form_of((form or {}).get("schema", () if form else None), call, tools, FIELDS),
         )
         return Read(ask, found.model, bool(found.stream))

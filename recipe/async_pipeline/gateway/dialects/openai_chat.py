@@ -70,6 +70,7 @@ PARAMETERS = Parameters(
     neutral=(*NEUTRAL, "prediction"),
     counted=(*SAMPLING, *OF_ENGINES, "reasoning_effort", "verbosity", "web_search_options", "moderation"),
     of_tools=("type", "function", "name", "description", "parameters", "arguments"),
+    of_messages=("role", "content", "tool_calls", "tool_call_id", "reasoning_content"),
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SEEING = ("user", "tool")
