@@ -102,9 +102,14 @@ def test_a_result_needs_no_module_of_the_reward_file(
         return {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "colour": Colour["RED"]}}
 
     monkeypatch.setattr(module.RewardLoopWorker, "compute_score", scored)
-    worker = object.__new__(module.PlainRewardLoopWorker)
-    if rows == 1:
-        worker._scorer = scored
+
+    class ScoringWorker(module.PlainRewardLoopWorker):  # type: ignore[name-defined, misc]
+        _scorer = staticmethod(scored) if rows == 1 else None
+
+        def __init__(self) -> None:
+            """Without a tokenizer and a reward manager."""
+
+    worker = ScoringWorker()
     made = responses(rows)
     result = asyncio.run(module.PlainCaller(Worker(worker)).compute_score.remote(made))
     assert result["reward_extra_info"] == {"score": 0.5, "colour": "Colour.RED"}
