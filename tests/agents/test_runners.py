@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.agents.processes.command_process import file_in_memory
 from recipe.async_pipeline.agents.processes.episode_folders import Folder
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, is_function, runner_of, verified
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed
@@ -199,6 +200,17 @@ def test_verify_judges_a_function_too() -> None:
 def test_what_an_agent_leaves_in_its_folder_does_not_judge_it(forges: str) -> None:
     judge = shlex.join([sys.executable, "-c", VERIFY])
     assert played(python(f"import os; {forges}"), verify=judge) == 0.0
+
+
+def test_the_place_of_the_ground_truth_cannot_be_foretold() -> None:
+    """An agent could leave a link to it in place of its answer, which a judge would read."""
+    found = set()
+    for _ in range(40):
+        path = Path(file_in_memory("secret"))
+        assert path.read_text() == "secret"
+        os.close(int(path.name))
+        found.add(path)
+    assert len(found) > 20, "not the lowest one that is free"
 
 
 def test_verify_has_a_separate_home() -> None:

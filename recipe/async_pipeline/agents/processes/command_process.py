@@ -30,6 +30,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -54,6 +55,8 @@ HIDDEN_BYTES = 1 << 30
 """What a command may write into each hidden folder, such as /tmp; it is in memory."""
 NOT_STARTED = 127
 """Exit status if the command cannot be started, as shells have it."""
+MOST_FILES = 1 << 20
+"""The limit on open files may be infinite, but the kernel's own is about this."""
 CHILDREN_END_S = 1.0
 """Seconds that killed processes get to disappear before they are counted."""
 
@@ -133,10 +136,16 @@ def execute(spec: Mapping[str, Any]) -> None:
 
 
 def file_in_memory(text: str) -> str:
-    """Return the path of a file that has no name in any folder: a descriptor of this process."""
-    descriptor = os.memfd_create("file", 0)
-    with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+    """Return the path of a file that has no name in any folder: a descriptor of this process.
+
+    Its number is random: an agent could leave a link to a known one in place of its answer.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with open(os.memfd_create("file"), "w", encoding="utf-8") as file:
         file.write(text)
+        file.flush()
+        least = int.from_bytes(os.urandom(4), "little") % (min(most, MOST_FILES) // 2)
+        descriptor = fcntl.fcntl(file, fcntl.F_DUPFD, least)
     return f"/dev/fd/{descriptor}"
 
 
