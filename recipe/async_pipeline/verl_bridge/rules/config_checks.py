@@ -318,7 +318,7 @@ def set_verls_keys(config: DictConfig, found: Checked, overrides: Sequence[str])
         return idle
     described = described_model(config)
     notes = (
-        set_attention(config, described),
+        *set_attention(config),
         set_expert_kernels(config, described),
         set_engine_memory(config, found.translation.config, overrides),
     )

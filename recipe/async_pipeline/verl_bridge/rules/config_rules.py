@@ -43,6 +43,7 @@ from ...installed.verl import COMPOSED
 from ...stages.custom import insert_custom_stages
 from ..launch.light_verl import compute, fields_of, registered_estimators, registered_losses
 from ..launch.run_config import address_to_join
+from ..workers.attention import check_attention
 from .megatron_rules import ACTOR, CRITIC, REF, check_megatron
 from .model_rules import ROLLOUT, check_model, has_critic, has_reference
 from .verl_keys import verl_trees
@@ -115,6 +116,7 @@ OPTION_CHECKS: tuple[Callable[[DictConfig], None], ...] = (
     lambda config: check_megatron(config, critic=has_critic(config)),
     check_adapters,
     check_model,
+    check_attention,
 )
 """Checks of verl's options, each of which runs, also if others refuse."""
 

@@ -119,7 +119,7 @@ def placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
 def check_model(config: DictConfig) -> None:
     """Raises ConfigError if the rollout engine cannot serve published weights of this model."""
     described, engine = described_model(config), str(config.actor_rollout_ref.rollout.name)
-    text, on_cpu = _text_model(described), config.trainer.device == "cpu"
+    text, on_cpu = text_model(described), config.trainer.device == "cpu"
     checks: dict[str, tuple[Callable[[], object], ...]] = {
         "sglang": (
             lambda: check_sglang(config),
@@ -235,7 +235,7 @@ def _check_precision(config: DictConfig, described: Mapping[str, Any]) -> None:
             f"{MODEL}.override_config must not have a quantization_config, got "
             f"{override['quantization_config']!r}; leave it out, {_UNQUANTIZED}"
         )
-    for section in (described, _text_model(described)):
+    for section in (described, text_model(described)):
         if section.get("quantization_config"):
             method = _as_mapping(section["quantization_config"]).get("quant_method", "unknown")
             raise ConfigError(
@@ -246,7 +246,7 @@ def _check_precision(config: DictConfig, described: Mapping[str, Any]) -> None:
 
 def _check_heads(config: DictConfig, described: Mapping[str, Any]) -> None:
     """Raises ConfigError if the devices of a replica cannot share the heads of the attention."""
-    size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, _text_model(described)
+    size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, text_model(described)
     heads = text.get("num_attention_heads")
     if isinstance(size, int) and isinstance(heads, int) and size > 1 and heads % size:
         raise ConfigError(
@@ -279,7 +279,7 @@ def _check_context(config: DictConfig, described: Mapping[str, Any]) -> None:
             )
     override = OmegaConf.select(config, f"{MODEL}.override_config.max_position_embeddings")
     of_model = override or described.get("max_position_embeddings")
-    of_model = of_model or _text_model(described).get("max_position_embeddings")
+    of_model = of_model or text_model(described).get("max_position_embeddings")
     of_engine = rollout.max_model_len
     if isinstance(of_model, int) and isinstance(of_engine, int) and of_engine > of_model:
         raise ConfigError(
@@ -303,7 +303,7 @@ def _check_fp8(config: DictConfig, described: Mapping[str, Any]) -> None:
     refuse(FP8, Settings(config))
     if config.actor_rollout_ref.rollout.quantization != "fp8":
         return
-    if _text_model(described).get("kv_lora_rank"):
+    if text_model(described).get("kv_lora_rank"):
         raise ConfigError(
             f"{ROLLOUT}.quantization must be null for a model with latent attention (kv_lora_rank in its "
             "config.json), got 'fp8', with which vLLM decodes with dequantized copies of the first weights; "
@@ -314,7 +314,7 @@ def _check_fp8(config: DictConfig, described: Mapping[str, Any]) -> None:
 def _check_cpu_engine(config: DictConfig, described: Mapping[str, Any]) -> None:
     """Raises ConfigError if vLLM's CPU engine would fail at its start, or could not be updated."""
     refuse(ON_CPU, Settings(config))
-    text, path = _text_model(described), f"{MODEL}.path"
+    text, path = text_model(described), f"{MODEL}.path"
     got = f"got {config.actor_rollout_ref.model.path!r} with"
 
     head = _head_size(text)
@@ -345,7 +345,7 @@ def _check_cpu_engine(config: DictConfig, described: Mapping[str, Any]) -> None:
 
 def has_experts(described: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a mixture of experts."""
-    text = _text_model(described)
+    text = text_model(described)
     if text.get("model_type") == "nemotron_h":  # its files name a number of experts without any, too
         blocks, pattern = (text.get(name) for name in ("layers_block_type", "hybrid_override_pattern"))
         return "moe" in (blocks or ()) or "E" in (pattern or "")
@@ -354,20 +354,20 @@ def has_experts(described: Mapping[str, Any]) -> bool:
 
 def has_latent_attention(described: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes attention over compressed keys and values."""
-    return bool(_text_model(described).get("kv_lora_rank"))
+    return bool(text_model(described).get("kv_lora_rank"))
 
 
 def has_linear_attention(described: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes layers with a state instead of keys and values."""
-    return any(name.startswith(("linear_", "mamba_")) for name in _text_model(described))
+    return any(name.startswith(("linear_", "mamba_")) for name in text_model(described))
 
 
 def has_reordered_weights(described: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a model whose weights vLLM reorders."""
-    return str(_text_model(described).get("model_type")).startswith(REORDERED)
+    return str(text_model(described).get("model_type")).startswith(REORDERED)
 
 
-def _text_model(described: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_model(described: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the description of the language model, also of a model that reads pictures as well."""
     return _as_mapping(described.get("text_config")) or described
 
