@@ -368,6 +368,30 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
             why="as _supports_onednn",
             remove_when="vLLM can keep weights unpacked on a CPU",
         ),
+        Replacement(
+            "vllm.model_executor.layers.utils",
+            "dispatch_cpu_unquantized_gemm",
+            "rollout.vllm.cpu_convolution:of_matrices_alone",
+            why="on a CPU with AMX it packs the weights of convolutions",
+            remove_when="vLLM can keep weights unpacked on a CPU",
+            wraps=True,
+        ),
+        Replacement(
+            "vllm._custom_ops",
+            "causal_conv1d_fwd_cpu",
+            "rollout.vllm.cpu_convolution:of_unpacked",
+            why="on a CPU with AMX, linear attention says that the weight is packed",
+            remove_when="vLLM can keep weights unpacked on a CPU",
+            wraps=True,
+        ),
+        Replacement(
+            "vllm._custom_ops",
+            "causal_conv1d_update_cpu",
+            "rollout.vllm.cpu_convolution:of_unpacked",
+            why="as causal_conv1d_fwd_cpu",
+            remove_when="vLLM can keep weights unpacked on a CPU",
+            wraps=True,
+        ),
     ),
     "vLLM's adapters": (
         Replacement(

@@ -18,6 +18,7 @@ FILES: Mapping[str, str] = {
     "verl_bridge/rollout/served_tensors.py": "proof",
     "verl_bridge/rollout/vllm/adapter.py": "weight load",
     "verl_bridge/rollout/vllm/block_fp8.py": "fp8",
+    "verl_bridge/rollout/vllm/cpu_convolution.py": "layers on a CPU",
     "verl_bridge/rollout/vllm/declared_layers.py": "proof",
     "verl_bridge/rollout/vllm/engine.py": "generation",
     "verl_bridge/rollout/vllm/facts.py": "start of an engine",
@@ -275,9 +276,9 @@ USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "start of an engine on a CPU": {
         "vllm.v1.engine.utils": ("get_mp_context",),
     },
-    "dense layers on a CPU": {
-        "vllm._custom_ops": ("_supports_onednn",),
-        "vllm.model_executor.layers.utils": ("check_cpu_sgl_kernel",),
+    "layers on a CPU": {
+        "vllm._custom_ops": ("_supports_onednn", "causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"),
+        "vllm.model_executor.layers.utils": ("check_cpu_sgl_kernel", "dispatch_cpu_unquantized_gemm"),
     },
 }
 """By what breaks without it."""
