@@ -131,9 +131,13 @@ class SimulatedDevice:
         finally:
             self._current.stream = before
 
+    def all_streams(self) -> list[Stream]:
+        """Return the streams of all devices."""
+        return [*self.streams, *self._defaults.values()]
+
     def synchronize(self, device: Any = None) -> None:
         index = self.index_asked(device)
-        for stream in [*self.streams, *self._defaults.values()]:
+        for stream in self.all_streams():
             if stream.index == index:
                 stream.synchronize()
 

@@ -129,6 +129,15 @@ def test_a_model_on_the_device_takes_and_proves_a_version(
         prove_parts(manifest, parts_of(held))
 
 
+def test_parts_of_the_published_type_are_copied_by_the_device_and_awaited(device: SimulatedDevice) -> None:
+    """Tensors of one type could also be copied byte by byte, on the host, without an error of PyTorch."""
+    published = {name: tensor.bfloat16() for name, tensor in weights(7).items()}
+    held = on_device({name: torch.zeros_like(tensor) for name, tensor in published.items()})
+    load_parts(7, published, parts_of(held))
+    assert not any(stream.pending for stream in device.all_streams())
+    assert all(torch.equal(held[name].cpu(), tensor) for name, tensor in published.items())
+
+
 # The simulation.
 
 

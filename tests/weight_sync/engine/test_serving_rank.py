@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.weight_sync.engine.engine_adapter import Delivered
 from recipe.async_pipeline.weight_sync.engine.serving_rank import ServingRank
 from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
@@ -18,7 +19,11 @@ from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manif
 from tests import HANG_S
 from tests.fakes.adapter_contract import PIECE_BYTES, order_of_loads
 from tests.fakes.engine import FakeEngine, weights
+from tests.fakes.simulated_device import DEVICE, simulated_device
 from tests.fakes.waiting import until
+
+SECOND = torch.device(DEVICE.type, 1)
+"""Not the current device."""
 
 
 @pytest.fixture
@@ -53,6 +58,26 @@ def test_the_device_is_synchronized_once_before_each_commit(
     report, share = rank.load(staged, PIECE_BYTES)
     assert order == ["synchronize", "commit"] * 3
     assert report.tensors_proved == len(weights(3)) and share is None
+
+
+def test_steps_of_the_ranks_device_end_before_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all its streams; neither the current device nor a current stream is the rank's."""
+    with simulated_device() as device:
+        there = torch.zeros(4, device=SECOND)
+        read = torch.ones(4)
+        with torch.cuda.stream(torch.cuda.Stream(SECOND)):
+            read.copy_(there, non_blocking=True)
+
+        def commit(described: Manifest, piece_bytes: int) -> Delivered:
+            assert not any(stream.pending for stream in device.all_streams()), "a step still reads weights"
+            raise WeightSyncError("enough")
+
+        engine = FakeEngine()
+        engine.device = SECOND
+        monkeypatch.setattr(engine, "commit", commit)
+        with pytest.raises(WeightSyncError, match="enough"):
+            ServingRank(engine).load(encode(Manifest(1, (), (), ())), PIECE_BYTES)
+    assert read.sum() == 0
 
 
 def test_weights_that_an_engine_loads_in_inference_mode_can_be_written_outside_of_it(
