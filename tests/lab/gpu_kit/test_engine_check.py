@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from recipe.async_pipeline.lab.gpu_kit.engine_check import VERSIONS, main, sayin
 from recipe.async_pipeline.lab.job import with_cpu_settings
 from recipe.async_pipeline.lab.tasks.untrained import main as save_untrained
 from recipe.async_pipeline.tools.report.drawing.wording import ENGINE_LINE
+from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS
+from recipe.async_pipeline.verl_bridge.rollout.verls_arguments import sglang_arguments, vllm_arguments
 from recipe.async_pipeline.verl_bridge.rules.expert_backends import ARGUMENT, KERNELS
 from tests import HANG_S
 
@@ -75,6 +78,52 @@ def test_each_version_of_the_weights_says_another_token() -> None:
     assert not torch.equal(
         said["model.layers.0.self_attn.q_proj.weight"], weights["model.layers.0.self_attn.q_proj.weight"]
     )
+
+
+@pytest.mark.real_engine
+@pytest.mark.parametrize(("device", "eager"), [("cuda", False), ("cpu", True)])
+def test_vllm_starts_as_in_a_run(
+    device: str, eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", lambda model, **more: given.update(more))
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", lambda args: None)
+    monkeypatch.setattr(
+        "recipe.async_pipeline.verl_bridge.rollout.vllm.engine.serve_versions", lambda engine: None
+    )
+    engine_check.Vllm(str(tmp_path), 2, device)
+    assert given.items() >= vllm_arguments(on_cpu=eager).items()
+    assert given["scheduling_policy"] == "priority", "of this package"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_sglang_starts_as_in_a_run(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Engine:
+        tokenizer_manager = None
+
+        def __init__(self, **more: Any) -> None:
+            given.update(more)
+
+    own = "recipe.async_pipeline.verl_bridge.rollout.sglang.engine"
+    modules: dict[str, dict[str, Any]] = {
+        "sglang": {},
+        "sglang.utils": {"TypeBasedDispatcher": list},
+        "sglang.srt": {},
+        "sglang.srt.entrypoints": {},
+        "sglang.srt.entrypoints.engine": {"Engine": Engine},
+        own: {"serve_versions": lambda manager, dispatcher: SimpleNamespace(versioned=None)},
+    }
+    for name, held in modules.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(held)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.12")
+    (tmp_path / "config.json").write_text("{}")
+    engine_check.SGLang(str(tmp_path), 1, device)
+    wanted = CPU_ARGUMENTS if device == "cpu" else sglang_arguments("0.5.12")
+    assert given.items() >= wanted.items()
 
 
 @pytest.mark.real_engine

@@ -41,6 +41,11 @@ REQUESTS = 4
 """Requests that are open at any time."""
 VERSIONS = 6
 """The first is loaded by the engine's loader, others by repeated copies, every second one staged before."""
+LEFT_OUT = (
+    "the share of the memory, the context, the number of requests and the tokenizer are the check's; no "
+    "LoRA, quantization, expert or data parallelism, pictures, drafter or further node"
+)
+"""What of a run an engine check does not have."""
 BUCKET_BYTES, PIECE_BYTES, WAIT_S = 64 << 20, 32 << 20, 120.0
 Weights = Mapping[str, torch.Tensor]
 
@@ -104,13 +109,15 @@ class Vllm:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from ...verl_bridge.rollout.verls_arguments import vllm_arguments
         from ...verl_bridge.rollout.vllm.engine import serve_versions
         from ...verl_bridge.rollout.vllm.server import EXTENSION, run_arguments
 
-        more: dict[str, Any] = (
-            {"gpu_memory_utilization": 0.3} if device == "cuda" else {"enforce_eager": True}
-        )
-        more = {"distributed_executor_backend": "mp", **run_arguments(ranks, on_cpu=device == "cpu"), **more}
+        on_cpu = device == "cpu"
+        more = {"distributed_executor_backend": "mp", **vllm_arguments(on_cpu=on_cpu)}
+        more |= run_arguments(ranks, on_cpu=on_cpu)
+        if not on_cpu:
+            more["gpu_memory_utilization"] = 0.3
         args = AsyncEngineArgs(
             model,
             dtype="bfloat16",
@@ -160,6 +167,7 @@ class SGLang:
         from ...verl_bridge.rollout.sglang import scheduler
         from ...verl_bridge.rollout.sglang.arguments import CORES, all_cores, run_arguments
         from ...verl_bridge.rollout.sglang.engine import serve_versions
+        from ...verl_bridge.rollout.verls_arguments import sglang_arguments
 
         # Only now: on a CPU, this package's stubs must be in place.
         from sglang.srt.entrypoints.engine import Engine  # isort: skip
@@ -170,7 +178,10 @@ class SGLang:
             run_detokenizer_process_func = staticmethod(scheduler.run_detokenizer_process)
 
         on_cpu = device == "cpu"
-        more = run_arguments(kernels("sglang", device, model), 2 * REQUESTS, CONTEXT, on_cpu=on_cpu)
+        given = kernels("sglang", device, model)
+        if not on_cpu:
+            given = {**sglang_arguments(metadata.version("sglang")), **given}
+        more = run_arguments(given, 2 * REQUESTS, CONTEXT, on_cpu=on_cpu)
         if on_cpu:
             os.environ.setdefault(CORES, all_cores(ranks))
             more["disable_cuda_graph"] = True
@@ -323,7 +334,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.device == "cpu":
         os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-    found: dict[str, Any] = {"engine": args.engine, "ranks": args.ranks, "models": {}}
+    found: dict[str, Any] = {"engine": args.engine, "ranks": args.ranks, "left_out": LEFT_OUT, "models": {}}
     for model in args.models:
         found["models"][Path(model).name] = check(args.engine, model, args.ranks, args.device)
         args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
