@@ -23,7 +23,9 @@ def test_stale_documents_become_current(tmp_path: Path) -> None:
     stale = re.sub(r"(LLM \S+|Lang \S+) \| \d+", r"\1 | 999", patches.read_text("utf-8"))
     patches.write_text(stale, encoding="utf-8")
     readme.write_text(re.sub(r"\d+ (small|names)", r"999 \1", readme.read_text("utf-8")), encoding="utf-8")
-    rows = [line for line in agents.read_text("utf-8").splitlines(keepends=True) if "| smolagents" not in line]
+    rows = [
+        line for line in agents.read_text("utf-8").splitlines(keepends=True) if "| smolagents" not in line
+    ]
     agents.write_text("".join(rows).replace("| all |", "| every |"), encoding="utf-8")
     for name in (README, AGENTS, PATCHES):
         assert (tmp_path / name).read_bytes() != (REPOSITORY / name).read_bytes()
