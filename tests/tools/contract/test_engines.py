@@ -349,6 +349,42 @@ def test_an_engine_is_found_in_a_folder_with_its_version(
         engines.unpacked(tmp_path / "vllm" / "none")
 
 
+@pytest.mark.parametrize(
+    ("engine", "file", "old", "new", "words"),
+    [
+        (
+            "vllm",
+            "model_executor/layers/utils.py",
+            "def check_cpu_sgl_kernel(n: int,",
+            "def check_cpu_sgl_kernel(more, n: int,",
+            "passes 4 arguments by position, 3 are taken",
+        ),
+        (
+            "sglang",
+            "srt/constrained/xgrammar_backend.py",
+            "def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor)",
+            "def apply_vocab_mask(self, logits: torch.Tensor, mask: torch.Tensor)",
+            "may pass mask by name",
+        ),
+    ],
+)
+def test_a_replaced_function_is_compared_with_the_one_in_its_place(
+    engine: str, file: str, old: str, new: str, words: str
+) -> None:
+    tree = INSTALLED.get(engine)
+    if tree is None or not SHIPPED[engine].is_of(tree):
+        pytest.skip(f"reads {engine} {SHIPPED[engine].version}, which is not installed")
+    plain = declared.sources_of(engine, tree.folder)
+    changed = tree.folder / file
+    assert old in changed.read_text(encoding="utf-8")
+
+    def read(path: Path) -> bytes:
+        return plain.read(path).replace(old.encode(), new.encode()) if path == changed else plain.read(path)
+
+    found = engines.compare(tree, SHIPPED[engine], dataclasses.replace(plain, read=read))
+    assert any(words in str(one) for one in found.differences), found.differences
+
+
 def test_the_tested_release_is_not_compared() -> None:
     engine = EngineTree(name="vllm", folder=Path("nowhere"), version="0.99.0")
     tested = dataclasses.replace(SHIPPED["vllm"], files_id=files_id(engine.folder, SHIPPED["vllm"].files))

@@ -34,7 +34,7 @@ class Use:
     """File and line, relative to this package."""
     call: CallShape | None = None
     signature: Signature | None = None
-    """Of the overriding method."""
+    """Of the overriding method, or the function that replaces another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,19 @@ def _replaced(sources: Sources, module: Module, rows: Iterable[ast.Call]) -> Ite
         package, name = (str(ast.literal_eval(argument)) for argument in row.args[:2])
         place = f"{package}:{name}"
         if package.split(".")[0] == sources.theirs and sources.at(place) is not None:
-            yield Use(place=place, how="replaces", where=_where(module, row))
+            signature = _signature_in_its_place(sources, row)
+            yield Use(place=place, how="replaces", where=_where(module, row), signature=signature)
+
+
+def _signature_in_its_place(sources: Sources, row: ast.Call) -> Signature | None:
+    """Return the signature of the function that replaces another one, or None for values and wrappers."""
+    given = [*row.args[2:3], *(keyword.value for keyword in row.keywords if keyword.arg == "by")]
+    module, colon, name = str(ast.literal_eval(given[0])).partition(":")
+    if not colon or any(keyword.arg == "wraps" for keyword in row.keywords):
+        return None
+    found = sources.at(f"{OURS}.verl_bridge.{module}:{name}")
+    node = found.node if found is not None else None
+    return signatures.of_function(node) if isinstance(node, signatures.FunctionNode) else None
 
 
 def _place(sources: Sources, bound: Import) -> str:
