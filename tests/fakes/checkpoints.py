@@ -111,6 +111,11 @@ CONFIGS: dict[str, Callable[[Sizes], Any]] = {
     "deepseek-v2-joined": lambda sizes: transformers.DeepseekV2Config(
         **sizes, **(LATENT | {"q_lora_rank": 64}), tie_word_embeddings=False
     ),
+    "deepseek-v3": lambda sizes: transformers.DeepseekV3Config(
+        **sizes,
+        **(LATENT | {"q_lora_rank": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
+        tie_word_embeddings=False,
+    ),
     "gpt-oss": lambda sizes: transformers.GptOssConfig(
         **sizes, **WIDE_HEADS, **FEW_EXPERTS, swiglu_limit=7.0, tie_word_embeddings=False
     ),

@@ -45,6 +45,7 @@ FURTHER = (
     "phimoe",
     "glm4-moe",
     "deepseek-v2",
+    "deepseek-v3",
 )
 """Models that only the nightly tests look at."""
 SIZES = (1, 2)

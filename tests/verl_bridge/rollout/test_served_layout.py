@@ -14,7 +14,10 @@ import pytest
 from tests.fakes.engine_trees import run_with, tree_of
 from tests.fakes.layout_coverage import FURTHER, MODELS
 
-LEAST = 0.95
+EXPLAINED = {"gpt-oss": 0.9999}
+"""The share of the served elements that the tables must explain, where it is not all of them."""
+OF_OTHERS = 0.95
+"""The same of releases that the table of `docs/models.md` is not about."""
 OTHERS = (("vllm", "0.24.0"), ("vllm", "0.33.0"), ("sglang", "0.5.23"))
 """The oldest and the newest ones; `tests/e2e/test_engine_releases.py` has more."""
 CANNOT_LOAD = {
@@ -41,10 +44,11 @@ def reports_of(engine: str, version: str, folder: Path, models: Sequence[str]) -
     return reports
 
 
-def check(reports: Mapping[str, Any]) -> None:
+def check(reports: Mapping[str, Any], *, tested: bool) -> None:
     for model, report in reports.items():
         assert "error" not in report, f"{model}: {report['error']}"
-        assert report["share"] >= LEAST, f"{model}: {report}"
+        least = EXPLAINED.get(model, 1.0) if tested else OF_OTHERS
+        assert report["share"] >= least, f"{model}: {report}"
         assert not report["missed"], f"{model}: {report}"
         assert len(report["seen"]) >= 2, report
 
@@ -57,14 +61,14 @@ def check(reports: Mapping[str, Any]) -> None:
 def test_the_tables_explain_each_model_and_notice_each_fault(
     engine: str, version: str, tmp_path: Path
 ) -> None:
-    check(reports_of(engine, version, tmp_path, MODELS))
+    check(reports_of(engine, version, tmp_path, MODELS), tested=not version)
 
 
 @pytest.mark.nightly
 @pytest.mark.real_engine
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_tables_explain_further_models(engine: str, tmp_path: Path) -> None:
-    check(reports_of(engine, "", tmp_path, FURTHER))
+    check(reports_of(engine, "", tmp_path, FURTHER), tested=True)
 
 
 @pytest.mark.parametrize(
