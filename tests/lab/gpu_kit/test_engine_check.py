@@ -80,21 +80,32 @@ def test_each_version_of_the_weights_says_another_token() -> None:
     )
 
 
+VLLM_STARTS = """
+import json, sys
+from vllm.engine import arg_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+from recipe.async_pipeline.lab.gpu_kit import engine_check
+from recipe.async_pipeline.verl_bridge.rollout.vllm import engine, server
+
+given = []
+arg_utils.AsyncEngineArgs = lambda model, **more: given.append(more)
+AsyncLLM.from_engine_args = engine.serve_versions = lambda made: None
+for device in ("cuda", "cpu"):
+    engine_check.Vllm(sys.argv[1], 2, device)
+print("GIVEN", json.dumps(given, default=str))
+"""
+
+
 @pytest.mark.real_engine
-@pytest.mark.parametrize(("device", "eager"), [("cuda", False), ("cpu", True)])
-def test_vllm_starts_as_in_a_run(
-    device: str, eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {}
+def test_vllm_starts_as_in_a_run(tmp_path: Path) -> None:
+    """In another process, which imports vLLM as a whole."""
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", lambda model, **more: given.update(more))
-    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", lambda args: None)
-    monkeypatch.setattr(
-        "recipe.async_pipeline.verl_bridge.rollout.vllm.engine.serve_versions", lambda engine: None
-    )
-    engine_check.Vllm(str(tmp_path), 2, device)
-    assert given.items() >= vllm_arguments(on_cpu=eager).items()
-    assert given["scheduling_policy"] == "priority", "of this package"
+    command = with_cpu_settings([sys.executable, "-c", VLLM_STARTS, str(tmp_path)])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for given, on_cpu in zip(json.loads(done.stdout.partition("GIVEN")[2]), (False, True), strict=True):
+        assert given.items() >= json.loads(json.dumps(vllm_arguments(on_cpu=on_cpu), default=str)).items()
+        assert given["scheduling_policy"] == "priority", "of this package"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
