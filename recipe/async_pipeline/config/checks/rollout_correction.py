@@ -28,6 +28,8 @@ from .refusals import (
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
 ESTIMATOR = "algorithm.adv_estimator"
+FLOW, PROCESS = "flow_grpo", "grpo_process"
+"""Estimators of this package, see `trainer.batches.advantages`."""
 UNUSABLE = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 """Estimators of verl that need more than its V1 trainer computes."""
 SPLITS = ("advantage", "score")

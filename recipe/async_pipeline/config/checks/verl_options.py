@@ -381,7 +381,7 @@ REWARDS: tuple[Refusal, ...] = (
         "algorithm.adv_estimator",
         other_than(*OF_WHOLE_RESPONSES),
         f"must read rewards by token with {OWN}.agentic.turn_rewards, instead of their sum",
-        "use gae or reinforce_plus_plus",
+        "use gae, grpo_process or reinforce_plus_plus",
         when=lambda at: at[f"{OWN}.agentic.turn_rewards"],
     ),
     must_be_on(

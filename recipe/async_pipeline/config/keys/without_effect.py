@@ -132,7 +132,7 @@ CONDITIONS = (
     Condition(("algorithm.gamma",), {_ESTIMATOR: ("gae", "reinforce_plus_plus")}),
     Condition(("algorithm.lam",), {_ESTIMATOR: ("gae",)}),
     # The others are not given it, or do not read it.
-    Condition(("algorithm.norm_adv_by_std_in_grpo",), {_ESTIMATOR: ("grpo", "grpo_passk")}),
+    Condition(("algorithm.norm_adv_by_std_in_grpo",), {_ESTIMATOR: ("grpo", "grpo_passk", "grpo_process")}),
     Condition((f"{_POLICY_LOSS}.dro_beta",), {f"{_POLICY_LOSS}.loss_mode": ("dro",)}),
     Condition((f"{_POLICY_LOSS}.clip_cov_*",), {f"{_POLICY_LOSS}.loss_mode": ("clip_cov",)}),
     Condition(

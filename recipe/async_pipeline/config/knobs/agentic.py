@@ -160,8 +160,9 @@ class AgenticConfig:
     turn_rewards: bool = False
     """Give each step's reward of an environment to the turn before it (at its last token) instead of their
     sum to the end of the response, so that a turn is credited only with what came after it; let agents have
-    rewards by turn (docs/agents.md). Requires an adv_estimator that reads rewards by token, such as gae or
-    reinforce_plus_plus; grpo adds them up. With an agent, it requires gateway.max_chains=1."""
+    rewards by turn (docs/agents.md). Requires an adv_estimator that reads rewards by token, such as gae,
+    grpo_process or reinforce_plus_plus; grpo adds them up. With an agent, it also requires
+    gateway.max_chains=1."""
     failure_reward: float = 0.0
     """The score of an episode whose end has the policy score; see ends."""
     tool_timeout_s: Seconds | None = None

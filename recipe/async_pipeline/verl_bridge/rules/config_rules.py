@@ -13,9 +13,11 @@ from ...config.checks.divisibility import check_replicas
 from ...config.checks.refusals import Settings, check_all, refuse
 from ...config.checks.rollout_correction import (
     CORRECTION,
+    FLOW,
     LEFT_OUT,
     PARAMETERS,
     POLICY_LOSS,
+    PROCESS,
     check_estimator,
     check_loss,
 )
@@ -32,7 +34,6 @@ from ...config.checks.verl_options import (
 )
 from ...config.checks.verl_values import VALUES
 from ...config.derived.adapters import adapter_rank
-from ...config.keys.aliases import FLOW_GRPO
 from ...config.keys.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN, hint, select, walk
@@ -301,7 +302,7 @@ def _why_no_weight(function: str, method: Any, threshold: Any) -> str:
 
 CORRECTION_CHECKS: tuple[Callable[[DictConfig, AsyncPipelineConfig], None], ...] = (
     lambda config, knobs: refuse((*LEFT_OUT, *SAMPLING), Settings(config, knobs)),
-    lambda config, knobs: check_estimator(config, {*registered_estimators(), FLOW_GRPO}),
+    lambda config, knobs: check_estimator(config, {*registered_estimators(), FLOW, PROCESS}),
     _check_loss,
     lambda config, knobs: _check_loss_keys(config.actor_rollout_ref.actor.policy_loss),
     lambda config, knobs: _try_correction(OmegaConf.select(config, CORRECTION) or {}),

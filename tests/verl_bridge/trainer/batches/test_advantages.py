@@ -21,7 +21,7 @@ def flow_advantages(
     table = torch.zeros(len(rewards), steps)
     table[:, -1] = torch.tensor(rewards)
     mask = torch.ones(len(rewards), steps)
-    found, returns = get_adv_estimator_fn(module.NAME)(
+    found, returns = get_adv_estimator_fn(module.FLOW)(
         token_level_rewards=table, response_mask=mask, index=prompts, config=None
     )
     assert torch.equal(found, returns)
@@ -39,6 +39,62 @@ def test_the_deviation_is_that_of_all_rewards(module: ModuleType) -> None:
 def test_a_rare_success_is_cut_off(module: ModuleType) -> None:
     found = flow_advantages(module, [1.0] + [0.0] * 99, ["a"] * 100)
     assert float(found.max()) == module.MOST
+
+
+def process_advantages(
+    module: ModuleType, rewards: list[list[float]], mask: list[list[int]], prompts: list[str], **options: Any
+) -> torch.Tensor:
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    found, returns = get_adv_estimator_fn(module.PROCESS)(
+        token_level_rewards=torch.tensor(rewards),
+        response_mask=torch.tensor(mask),
+        index=prompts,
+        config=AlgoConfig(adv_estimator=module.PROCESS, **options),
+    )
+    assert torch.equal(found, returns)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def test_a_turn_is_credited_with_its_reward_and_the_later_ones(module: ModuleType) -> None:
+    # Two turns with a tool between them; one turn; another prompt with one turn.
+    rewards = [[0.0, 1.0, 0.0, 0.0, -1.0], [0.0, 0.0, 3.0, 0.0, 0.0], [0.0, 5.0, 0.0, 0.0, 0.0]]
+    mask = [[1, 1, 0, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    turns = torch.tensor([1.0, -1.0, 3.0])
+    for by_deviation in (True, False):
+        found = process_advantages(
+            module, rewards, mask, ["a", "a", "b"], norm_adv_by_std_in_grpo=by_deviation
+        )
+        first, last, other = (turns - turns.mean()) / (turns.std() + 1e-6 if by_deviation else 1.0)
+        wanted = torch.zeros(3, 5)
+        wanted[0, :2], wanted[0, 3:], wanted[1, :3] = first + last, last, other
+        wanted[2, :2] = 5.0  # as verl's grpo: the only one of its prompt is not normalized
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_turn_without_a_reward_counts_and_a_masked_one_too(module: ModuleType) -> None:
+    # The first turn of the first row is too old to be trained; the second one has no reward.
+    rewards = [[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    mask = [[0, 0, 0, 1], [0, 0, 1, 1]]
+    turns = torch.tensor([2.0, 0.0, 1.0])
+    _, none, one = (turns - turns.mean()) / (turns.std() + 1e-6)
+    found = process_advantages(module, rewards, mask, ["a", "a"])
+    torch.testing.assert_close(
+        found, torch.tensor([[0.0, 0.0, 0.0, float(none)], [0.0, 0.0, float(one), float(one)]])
+    )
+
+
+def test_with_one_turn_each_it_is_grpo(module: ModuleType) -> None:
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    rewards = torch.zeros(6, 3)
+    rewards[:, 2] = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    prompts = ["a"] * 4 + ["b"] * 2
+    stock, _ = compute_grpo_outcome_advantage(rewards, torch.ones(6, 3), prompts)
+    found = process_advantages(module, rewards.tolist(), [[1] * 3] * 6, prompts)
+    torch.testing.assert_close(found, stock)
 
 
 def test_steps_that_are_masked_have_none(module: ModuleType) -> None:
