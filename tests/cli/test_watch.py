@@ -234,6 +234,16 @@ def test_a_run_whose_processes_were_killed_has_a_summary(
         assert json.loads((tmp_path / "summary.1.json").read_text()) == {"status": "completed"}
 
 
+def test_the_summary_of_a_refused_run_has_the_refusal(out: io.StringIO, tmp_path: Path) -> None:
+    screen = screen_of(out)
+    screen.line(f"{MARK} run directory {tmp_path}\n")
+    screen.line(f"{MARK} staleness.straggler must be as before, got 'mask'\n")
+    screen.fail(2)
+    screen.close()
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found == {"status": "failed", "error": "staleness.straggler must be as before, got 'mask'"}
+
+
 def test_a_long_silence_is_broken(out: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = screen_of(out)
     screen.line("noise\n")

@@ -133,6 +133,7 @@ class Screen:
         self._summary_ns: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.cause: str | None = None
+        self._last_said = ""
         self.users_mistake = False
 
     def line(self, raw: str) -> None:
@@ -154,6 +155,7 @@ class Screen:
             shown = _REPEATED.sub("", text[mark + len(MARK) + 1 :])
             if shown.startswith("cause: "):
                 self.cause = shown.removeprefix("cause: ")
+            self._last_said = shown
             self.say(shown)
         elif self._verbose:
             self.say(text)
@@ -200,7 +202,9 @@ class Screen:
         where = f"; the whole log is {self.log_path}" if self.log_path else ""
         cause = f": {self.cause}" if self.cause else ""
         self.say(f"failed with status {status}{cause}{where}")
-        self.summarize("failed", self.cause or f"status {status}")
+        # Only a refusal ends as a wrong use of a command, and it is the last line.
+        refusal = self._last_said if status == 2 else ""
+        self.summarize("failed", self.cause or refusal or f"status {status}")
 
     def summarize(self, status: str, error: str | None = None) -> None:
         """Write the summary of a run whose processes were killed before one of them did."""

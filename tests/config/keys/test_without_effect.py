@@ -99,7 +99,7 @@ def test_a_key_that_only_begins_like_one_is_another() -> None:
         (
             ["algorithm.norm_adv_by_std_in_grpo"],
             {"algorithm.adv_estimator": "rloo"},
-            "algorithm.adv_estimator=grpo or algorithm.adv_estimator=grpo_passk",
+            " or ".join(f"algorithm.adv_estimator={one}" for one in ("grpo", "grpo_passk", "grpo_process")),
         ),
         (["algorithm.norm_adv_by_std_in_grpo"], {"algorithm.adv_estimator": "grpo"}, ""),
         (

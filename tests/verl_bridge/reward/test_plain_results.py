@@ -72,7 +72,7 @@ def test_a_score_of_a_type_of_the_file_is_its_number(module: ModuleType) -> None
         None,
         np.float32(0.5),
         {"score": Decimal(1), "where": Path("a"), "seen": {1, 2}, "deep": {"a": [(1, "b")]}},
-        {"score": True, "pred": "é\ud800", "b": b"x"},
+        {"score": True, "pred": "é", "b": b"x"},
     ],
 )
 def test_other_results_stay_as_they_are(result: Any) -> None:
@@ -80,6 +80,10 @@ def test_other_results_stay_as_they_are(result: Any) -> None:
     assert found == result and type(found) is type(result)
     if isinstance(result, Mapping):
         assert all(found[name] is value for name, value in result.items())
+
+
+def test_texts_that_no_file_can_hold_are_escaped() -> None:
+    assert plain_result({"score": 0, "pred": ["é\ud800"]}) == {"score": 0, "pred": ["é\\ud800"]}
 
 
 def test_arrays_of_objects_are_looked_into(module: ModuleType) -> None:

@@ -7,6 +7,7 @@ Imports neither verl nor torch, because the processes of a reward function's poo
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -66,6 +67,8 @@ def _is_readable(value: Any) -> bool:
     if isinstance(value, type) or callable(value):
         return False  # pickled as names of their modules
     kind = type(value)
+    if kind is str:
+        return not re.search("[\ud800-\udfff]", value)  # which no file of text can hold
     if kind.__module__.partition(".")[0] not in EVERYWHERE:
         return False
     if isinstance(value, Mapping):
