@@ -68,6 +68,14 @@ def test_a_second_run_is_refused_with_the_owner(tmp_path: Path, start: Start) ->
     assert start(tmp_path / "..", owner.DRIVER).poll() is None, "other folders are free"
 
 
+def test_a_run_that_is_refused_makes_no_folder(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "root").mkdir()
+    start(tmp_path / "root", owner.DRIVER)
+    with pytest.raises(ConfigError, match=owner.ROOT):
+        owner.own({owner.RUN_DIR: tmp_path / "run", owner.ROOT: tmp_path / "root"}, print)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_trainer_that_outlives_its_driver_is_waited_for(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

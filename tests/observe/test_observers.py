@@ -126,11 +126,12 @@ def test_what_may_miss_a_call_is_called_again_after_a_pause() -> None:
         "the files failed: OSError: [Errno 28] No space left on device; it is tried again, and switched off "
         "after 3 failures in a row"
     ]
+    assert dict(observers.failing) == {"the files": "OSError: [Errno 28] No space left on device"}
     fails[0], now[0] = False, RETRY_S
-    assert value() == 7
+    assert value() == 7 and not observers.failing
     fails[0] = True
     for pause in (0, 5, 10):
         now[0] += pause
         assert observers.is_on("the files")
         assert value() is None
-    assert list(observers.off) == ["the files"]
+    assert list(observers.off) == ["the files"] and not observers.failing

@@ -158,6 +158,11 @@ def test_closing_names_steps_that_did_not_train_and_checkpoints_that_are_missing
 
 def test_closing_names_what_was_switched_off_and_omits_its_figures() -> None:
     off = {"the overlap meter": "ValueError: x"}
-    text = "\n".join(closing({**SUMMARY, "overlap_s": None, "observers_off": off}))
+    text = "\n".join(
+        closing(
+            {**SUMMARY, "overlap_s": None, "observers_off": off, "observers_failing": {"a writer": "OSError"}}
+        )
+    )
     assert "switched off after an error: the overlap meter (ValueError: x)" in text
+    assert "failing at the end: a writer (OSError)" in text
     assert "overlapped" not in text

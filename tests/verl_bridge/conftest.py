@@ -13,6 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
+from safetensors.numpy import save_file
 
 from recipe.async_pipeline.installed.verl import find_verl_root
 from recipe.async_pipeline.lab.tasks.data import write_rows
@@ -42,11 +43,12 @@ def base() -> DictConfig:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with data for large batches, and with a model that has a tokenizer and no weights."""
+    """Return a folder with data for large batches, and with a model that has a tokenizer and no tensors."""
     folder = tmp_path_factory.mktemp("made") / "task"
     make_tokenizer().save_pretrained(folder / "model")
     for name in ("config.json", "model_index.json"):
         (folder / "model" / name).write_text("{}")
+    save_file({}, folder / "model" / "model.safetensors")
     for name, rows in (("train", 4096), ("val", 1)):
         row = {"prompt": [{"role": "user", "content": "1+1="}], "data_source": "sums"}
         write_rows([{**row, "reward_model": {"ground_truth": "2"}}] * rows, folder / f"{name}.parquet")

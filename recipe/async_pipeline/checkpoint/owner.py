@@ -37,7 +37,8 @@ def own(folders: Mapping[str, Path], say: Callable[[str], object]) -> None:
     `say` receives a line for a file system without locks. Raises ConfigError, with the owner, if another run
     has a folder, or if it cannot be written to, as on a full disk.
     """
-    for key, folder in folders.items():
+    # A run that is refused leaves nothing behind: what another one may have comes first.
+    for key, folder in sorted(folders.items(), key=lambda one: not one[1].exists()):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -60,6 +60,7 @@ class Observers:
         self.say, self.strict = say, strict
         self._retries: dict[str, Retry] = {}
         self._off: dict[str, str] = {}
+        self._failing: dict[str, str] = {}
         self._lock = threading.Lock()
 
     @property
@@ -67,6 +68,12 @@ class Observers:
         """The error of each observer that was switched off."""
         with self._lock:
             return dict(self._off)
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """The error of each observer whose last call failed and which is still on."""
+        with self._lock:
+            return dict(self._failing)
 
     def is_on(self, name: str) -> bool:
         """Return whether the observer has not failed."""
@@ -107,6 +114,8 @@ class Observers:
             result = call(*args, **kwargs)
             if failed is not None:
                 failed.succeeded()
+                with self._lock:
+                    self._failing.pop(name, None)
             return result
         except (ConservationError, StalenessViolation):
             raise
@@ -117,6 +126,7 @@ class Observers:
                 made = Retry(limit=attempts, first=RETRY_S, longest=LONGEST_RETRY_S)
                 retry = self._retries.setdefault(name, made)
                 again = retry.failed(self._now())
+                self._failing[name] = short_text(error)
             if not again:
                 self.failed(name, error, lost=lost)
             elif is_round(retry.total):
@@ -133,4 +143,5 @@ class Observers:
             if name in self._off:
                 return
             self._off[name] = text
+            self._failing.pop(name, None)
         self.say(f"{name} is switched off after an error: {text}; the run continues, {lost}")

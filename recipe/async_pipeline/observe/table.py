@@ -139,9 +139,12 @@ def closing(summary: Mapping[str, object]) -> list[str]:
             f"{MARK} {summary['checkpoints_failed']} checkpoints could not be written; the last complete one "
             f"is of step {summary['checkpoint_last']}"
         )
-    off = summary.get("observers_off")
-    if isinstance(off, Mapping):
-        lines += [f"{MARK} switched off after an error: {name} ({error})" for name, error in off.items()]
+    for key, what in (
+        ("observers_off", "switched off after an error"),
+        ("observers_failing", "failing at the end"),
+    ):
+        if isinstance(errors := summary.get(key), Mapping):
+            lines += [f"{MARK} {what}: {name} ({error})" for name, error in errors.items()]
     return lines
 
 

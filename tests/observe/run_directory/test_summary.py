@@ -13,6 +13,7 @@ from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.groups.items import Publication
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.core.waits.retry import CheckpointTimes
+from recipe.async_pipeline.observe.observers import Observers
 from recipe.async_pipeline.observe.run_directory.summary import RunRecorder, side_effects, write_atomically
 
 
@@ -147,14 +148,17 @@ def test_a_run_that_fails_before_its_first_step_has_a_summary() -> None:
 
 
 def test_what_failed_besides_the_training_is_named() -> None:
-    assert side_effects({}, None) == {}
+    observers = Observers(print)
+    assert side_effects(observers, None) == {}
     made = CheckpointTimes(Schedule(batch=1, last_step=100, save_every=10))
-    assert side_effects({}, made) == {"checkpoint_last": 0, "checkpoints_failed": 0}
+    assert side_effects(observers, made) == {"checkpoint_last": 0, "checkpoints_failed": 0}
     made.succeeded(10)
     made.failed(20, 20, 0.0)
-    found = side_effects({"the tracker wandb": "ConnectionError: 503"}, made)
-    assert found == {
+    observers.failed("the tracker wandb", ConnectionError("503"), lost="")
+    observers.value("a writer", Path("/none").stat, lost="", attempts=2)
+    assert side_effects(observers, made) == {
         "observers_off": {"the tracker wandb": "ConnectionError: 503"},
+        "observers_failing": {"a writer": "FileNotFoundError: [Errno 2] No such file or directory: '/none'"},
         "checkpoint_last": 10,
         "checkpoints_failed": 1,
     }

@@ -70,6 +70,14 @@ def test_a_model_has_all_its_files_and_can_chat(problems: Problems, tmp_path: Pa
     assert problem.startswith(f"{MODEL}.path must have whole files, got '{model}/1.safetensors' (")
     (model / "1.safetensors").unlink()
 
+    (model / "model.safetensors").rename(model / "weights")
+    (problem,) = problems({})
+    assert problem.startswith(
+        f"{MODEL}.path must have weights (.safetensors, .bin, .pt, .pth), got '{model}'"
+    )
+    (model / "weights").rename(model / "pytorch_model.bin")
+    assert not problems({})
+
     bare = tmp_path / "bare"
     shutil.copytree(model, bare)
     for file in bare.glob("chat_template*"):

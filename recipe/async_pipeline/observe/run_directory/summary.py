@@ -19,6 +19,7 @@ from ...core.flow import FlowResult
 from ...core.waits.retry import CheckpointTimes
 from ...redaction import without_secrets
 from ..causes import one_line
+from ..observers import Observers
 from .run_files import set_aside
 
 FILE = "summary.json"
@@ -108,12 +109,13 @@ class RunRecorder:
         }
 
 
-def side_effects(off: Mapping[str, str], checkpoints: CheckpointTimes | None) -> dict[str, Any]:
+def side_effects(observers: Observers, checkpoints: CheckpointTimes | None) -> dict[str, Any]:
     """Return the keys of summary.json about what failed besides the training.
 
-    `off`: the error of each observer that was switched off; `checkpoints`: None if none are written.
+    `checkpoints`: None if none are written.
     """
-    found: dict[str, Any] = {"observers_off": dict(off)} if off else {}
+    lists = {"observers_off": observers.off, "observers_failing": observers.failing}
+    found: dict[str, Any] = {key: dict(errors) for key, errors in lists.items() if errors}
     if checkpoints is not None:
         found |= {"checkpoint_last": checkpoints.last, "checkpoints_failed": checkpoints.failures}
     return found

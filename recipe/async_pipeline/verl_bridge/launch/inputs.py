@@ -36,7 +36,10 @@ from .user_files import faults_of_user_files
 
 MODEL, LOGGER = "actor_rollout_ref.model", "trainer.logger"
 TRACE = "actor_rollout_ref.rollout.trace.backend"
+TRAINED = ("actor_rollout_ref.actor", "critic")
 LIGER = "liger_kernel"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+"""The files that transformers and the engines read weights from."""
 FOLDERS = (
     "trainer.default_local_dir",
     "trainer.rollout_data_dir",
@@ -81,9 +84,10 @@ def faults(
     models = [] if images else [f"{MODEL}.path"]
     models += ["critic.model.path"] if critic and not images else []
     models += ["reward.reward_model.model_path"] if select(config, "reward.reward_model.enable") else []
+    elsewhere = any(select(config, f"{one}.megatron.use_dist_checkpointing") for one in TRAINED)
     yield from each(
         faults_of_data(config, scored=scored or images),
-        *(_faults_of_model(key, select(config, key)) for key in models),
+        *(_faults_of_model(key, select(config, key), weights=not elsewhere) for key in models),
         () if images else _faults_of_tokenizer(config),
         () if images else _faults_of_targets(config),
         _faults_of_trackers(config),
@@ -156,8 +160,11 @@ def _faults_of_optimizer(config: Mapping[str, Any], section: str) -> Iterator[In
 # Models.
 
 
-def _faults_of_model(key: str, value: Any) -> Iterator[InputFault]:
-    """Check that a model is a folder with a configuration and all its files, or may be one of the Hub."""
+def _faults_of_model(key: str, value: Any, *, weights: bool = True) -> Iterator[InputFault]:
+    """Check that a model is a folder with a configuration and all its files, or may be one of the Hub.
+
+    `weights`: it must have them.
+    """
     if value is None:
         yield InputFault(f"{key} must be a model's folder or its name on the Hub, got None; set it")
         return
@@ -177,6 +184,12 @@ def _faults_of_model(key: str, value: Any) -> Iterator[InputFault]:
             )
         elif cut := next(filter(None, map(_why_cut, sorted(folder.glob("*.safetensors")))), None):
             yield InputFault(f"{key} must have whole files, got {cut}; copy or download it again")
+        elif weights and not any(file.suffix in WEIGHTS for file in folder.iterdir()):
+            yield InputFault(
+                f"{key} must have weights ({', '.join(WEIGHTS)}), got {name!r}, which has none; copy or "
+                "download it again",
+                f"the weights of {key}={name}, which are not on this machine",
+            )
         return
     note = f"{key}={name}, which is not on this machine"
     if not HUB_NAME.fullmatch(name):
@@ -229,7 +242,7 @@ def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:
     key = f"{MODEL}.tokenizer_path" if select(config, f"{MODEL}.tokenizer_path") else f"{MODEL}.path"
     folder = Path(str(select(config, key))).expanduser()
     if not folder.is_dir() and key.endswith("tokenizer_path"):
-        yield from _faults_of_model(key, select(config, key))
+        yield from _faults_of_model(key, select(config, key), weights=False)
     if not folder.is_dir() or select(config, f"{MODEL}.trust_remote_code"):
         return
     if not any(folder.glob("*token*")):

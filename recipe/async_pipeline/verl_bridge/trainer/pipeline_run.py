@@ -261,7 +261,7 @@ class PipelineRun:
                 overlap_s = overlap.seconds if observers.is_on(OVERLAP) else None
                 summary = self.recorder.summarize(flow.result(), overlap_s, time.time(), failure)
                 summary |= observers.value(ACCOUNT, self.accounts.summary, lost=LOST[ACCOUNT]) or {}
-                summary |= side_effects(observers.off, flow.checkpoints if schedule.save_every else None)
+                summary |= side_effects(observers, flow.checkpoints if schedule.save_every else None)
                 summary["bad_data"] = self.bad_data.summary()
                 # A full disk must not replace the error of the run, nor end one that is complete.
                 path = folder.path / "summary.json"
