@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import vllm._custom_ops as vllm_ops
 from vllm.model_executor.layers import utils as vllm_layers
 
 from recipe.async_pipeline.verl_bridge import replaced
+from recipe.async_pipeline.verl_bridge.rollout.vllm.cpu_convolution import PACKED
 
 pytestmark = pytest.mark.real_engine
 
@@ -42,15 +44,18 @@ def test_a_linear_layer_keeps_vllms_kernel() -> None:
     assert torch.equal(layer.cpu_linear(rows, layer.weight, None), rows @ layer.weight.T)
 
 
+@pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("name", ["causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"])
-def test_kernels_get_the_weight_as_it_was_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_get_the_weight_as_it_was_loaded(
+    name: str, packed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(vllm_ops, name, lambda **arguments: calls.append(arguments))
     weight = torch.randn(DIM, 1, WIDTH)
     with replaced.applied(PART):
-        getattr(vllm_ops, name)(x="rows", weight=weight, is_vnni=True)
+        getattr(vllm_ops, name)(x="rows", weight=weight, **{packed: True})
     (call,) = calls
-    assert call.pop("weight").equal(weight[:, 0]) and call == {"x": "rows", "is_vnni": False}
+    assert call.pop("weight").equal(weight[:, 0]) and call == {"x": "rows", packed: False}
 
 
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernel requires AMX")
@@ -58,6 +63,7 @@ def test_the_kernel_computes_what_torch_does() -> None:
     torch.manual_seed(0)
     weight = torch.randn(DIM, 1, WIDTH, dtype=torch.bfloat16)
     rows = torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
+    (packed,) = set(PACKED) & inspect.signature(vllm_ops.causal_conv1d_fwd_cpu).parameters.keys()
     with replaced.applied(PART):
         output = vllm_ops.causal_conv1d_fwd_cpu(
             x=rows.T,
@@ -68,7 +74,7 @@ def test_the_kernel_computes_what_torch_does() -> None:
             cache_indices=torch.zeros(1, dtype=torch.int32),
             has_initial_state=torch.zeros(1, dtype=torch.bool),
             silu_activation=False,
-            is_vnni=True,
+            **{packed: True},
         )
     padded = torch.nn.functional.pad(rows.T[None].float(), (WIDTH - 1, 0))
     wanted = torch.nn.functional.conv1d(padded, weight.float(), groups=DIM)[0]

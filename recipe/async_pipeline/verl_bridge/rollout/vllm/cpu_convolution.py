@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+PACKED = ("is_vnni", "is_weight_packed")
+"""The argument that says whether a weight is packed, in vLLM before and since 0.32."""
+
 
 def of_matrices_alone(stock: Callable[..., None]) -> Callable[..., None]:
     """Return vLLM's `dispatch_cpu_unquantized_gemm`, which leaves layers other than linear ones alone."""
@@ -26,7 +29,8 @@ def of_matrices_alone(stock: Callable[..., None]) -> Callable[..., None]:
 def of_unpacked(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel of vLLM's convolutions, called with the weight of a layer instead of a packed one."""
 
-    def causal_conv1d(*, weight: torch.Tensor, is_vnni: bool, **others: Any) -> Any:
-        return stock(weight=weight.flatten(1), is_vnni=False, **others)
+    def causal_conv1d(*, weight: torch.Tensor, **others: Any) -> Any:
+        unpacked = {name: False if name in PACKED else value for name, value in others.items()}
+        return stock(weight=weight.flatten(1), **unpacked)
 
     return causal_conv1d
