@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import combinations, count
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import StalenessViolation, WaitTimeout
 from recipe.async_pipeline.tools.ledger.audit import audit as audit_ledger
 from tests.fakes.random_runs import ANSWER_TIMES, random_runs
-from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimTrainer
+from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, WITH_TEACHER, SimTrainer
 
 pytestmark = pytest.mark.virtual_time
 
@@ -318,6 +319,41 @@ def test_a_step_is_finished_with_what_the_critic_found_out() -> None:
     trainer = SimTrainer(max_lag=1, roles=WITH_CRITIC, places={"critic": "critic"}, costs={"critic": 5.0})
     run_flow(trainer)
     assert [dict(b.metrics)["critic"] for b in trainer.finished] == [1, 2, 3, 4, 5, 6]
+
+
+# With a teacher.
+
+
+def test_a_teacher_reads_groups_while_others_are_generated() -> None:
+    settings: dict[str, Any] = {"max_lag": 2, "steps": 12, "answer_s": lambda step, index: 1.0 + index}
+    apart = SimTrainer(**settings, roles=WITH_TEACHER, places={"teacher": "teacher"})
+    flow, _ = run_flow(apart)
+    assert overlap(flow, "teacher", "generate") > 8
+    without, _ = run_flow(SimTrainer(**settings))
+    # The last response of a batch is the only one whose reading a step waits for.
+    assert wall_s(flow) - wall_s(without) <= apart.costs["teacher"] * 5
+    assert all(group.taught for batch in apart.trained for group in batch.groups)
+
+
+def test_groups_that_are_not_trained_are_not_read() -> None:
+    trainer = SimTrainer(roles=WITH_TEACHER, filtered=lambda uid: uid in ("p2.0", "p3.1"))
+    run_flow(trainer)
+    assert {"p2.0", "p3.1"}.isdisjoint(trainer.asked) and len(trainer.asked) == 18
+
+
+def test_a_group_that_the_teacher_cannot_read_is_replaced() -> None:
+    class Deaf(SimTrainer):
+        async def ask_teacher(self, group: Group) -> Group:
+            read = await super().ask_teacher(group)
+            return replace(read, flaw="no log-probs") if group.uid == "p2.1" else read
+
+        def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
+            return "failed" if group.flaw else None
+
+    trainer = Deaf(roles=WITH_TEACHER)
+    _, result = run_flow(trainer)
+    assert (result.groups_failed, result.groups_trained) == (1, 18)
+    assert trainer.discarded == ["p2.1"]
 
 
 # Invariants under random schedules.

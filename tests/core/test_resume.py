@@ -18,7 +18,7 @@ from recipe.async_pipeline.errors import ConservationError
 from recipe.async_pipeline.tools.ledger.audit import audit, valid
 from tests.fakes.lives import Life, Records, check, lives, steps_of, written_and_read
 from tests.fakes.random_runs import ANSWER_TIMES, random_runs
-from tests.fakes.trainer import WITH_CRITIC, SimCheckpoint, SimTrainer
+from tests.fakes.trainer import WITH_CRITIC, WITH_TEACHER, SimCheckpoint, SimTrainer
 
 
 @pytest.mark.slow
@@ -139,6 +139,29 @@ def test_what_was_finished_is_not_answered_again() -> None:
     again = {record["uid"] for record in second.ledger if record["kind"] == "again"}
     assert again.isdisjoint(finished)
     assert again == set(checkpoint.flow.in_flight())
+
+
+def test_what_the_teacher_has_read_is_not_read_again() -> None:
+    def make(resume: SimCheckpoint | None = None) -> SimTrainer:
+        return SimTrainer(
+            max_lag=4,
+            steps=6,
+            groups=2,
+            save_every=2,
+            answer_s=lambda step, index: 0.1,
+            costs={"update": 5.0, "teacher": 12.0},
+            roles=WITH_TEACHER,
+            resume=resume,
+        )
+
+    checkpoint = written_and_read(Life(make()).checkpoints[0])
+    groups = list(checkpoint.flow.finished())
+    read = {group.uid for group in groups if group.taught}
+    assert read and read != {group.uid for group in groups}, "some are with the teacher"
+    trainer = make(resume=checkpoint)
+    assert Life(trainer).flow.result().steps == 6
+    assert read.isdisjoint(trainer.asked)
+    assert all(group.taught for batch in trainer.trained for group in batch.groups)
 
 
 def test_versions_continue_where_they_were() -> None:

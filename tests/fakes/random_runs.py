@@ -42,7 +42,10 @@ def random_runs(draw: st.DrawFn, *costs: str, min_steps: int = 1) -> dict[str, A
         "sync_every": sync_every,
         "places": places,
         "old": old,
-        "roles": WITH_CRITIC if draw(st.booleans()) else ALL_ROLES,
+        "roles": (
+            *draw(st.sampled_from([ALL_ROLES, WITH_CRITIC])),
+            *draw(st.sampled_from([(), ("teacher",)])),
+        ),
         "filtered": one_in(draw(st.sampled_from([2, 3, None]))),
     }
 

@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from recipe.async_pipeline.core.flow_state import FlowState
@@ -32,6 +33,7 @@ ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", 
 TOKENS = 8
 """Tokens of a response whose tokens may be masked; they are written at equal distances in time."""
 WITH_CRITIC = (*ALL_ROLES, "values", "critic")
+WITH_TEACHER = (*ALL_ROLES, "teacher")
 
 
 class SimCheckpoint(NamedTuple):
@@ -137,6 +139,7 @@ class SimTrainer:
             "restore": 0.0,
             "values": 0.25,
             "critic": 1.0,
+            "teacher": 0.5,
             **(costs or {}),
         }
         self.answer_s = answer_s
@@ -144,6 +147,8 @@ class SimTrainer:
         self.places = {"generate": "generate", **(places or {})}
         self._filtered = filtered
         self.discarded: list[str] = []
+        self.asked: list[str] = []
+        """The groups that the teacher has read."""
         self.cancelled: list[str] = []
         self.fail = dict(fail or {})
         self.served, self.criticised = -1, 0 if resume is None else resume.critic
@@ -230,6 +235,11 @@ class SimTrainer:
             if version > first and place > 0:
                 spans.append((version, place))
         return tuple(spans)
+
+    async def ask_teacher(self, group: Group) -> Group:
+        await self._cost("teacher", group.step)
+        self.asked.append(group.uid)
+        return replace(group, taught=True)
 
     async def discard(self, group: Group) -> None:
         self.discarded.append(group.uid)

@@ -10,7 +10,8 @@ What each stage waits for, and what unblocks it:
 
     dataloader    room in the message queue           a weight update is served
     generate      prompts, its pool                   dataloader
-    rollout       finished groups                     generate, group by group
+    teacher       finished groups                     generate, group by group
+    rollout       finished groups                     generate or teacher, group by group
     logp          a full batch, its policy's weights  rollout; train; param_update's gather
     ref_logp      a full batch, its policy's weights  rollout; param_update's gather, if it is refreshed
     values        a full batch, critic of step-1      rollout; critic
@@ -19,7 +20,8 @@ What each stage waits for, and what unblocks it:
     train         the scored batch, gather of step-1  reward; param_update; critic, at once if on its devices
     param_update  an optimizer step                   train
 
-Without a reference policy there is no ref_logp; without a critic, neither values nor critic.
+Without a reference policy there is no ref_logp; without a critic, neither values nor critic. With
+distillation, teacher stands between generate and rollout.
 
 The end of data closes channels from left to right, so every prompt that was drawn has a fate by then. The
 first error stops every other stage and is raised unchanged.

@@ -46,6 +46,10 @@ class QueueState:
     taken: Mapping[int, tuple[Group, ...]]
     """Groups of the steps that were taken and are not trained, by step."""
 
+    def undecided(self) -> Iterator[Group]:
+        """Yield the finished groups for which it is not decided whether they are trained."""
+        yield from (entry.answer for entry in self.entries if entry.answer is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlowState:

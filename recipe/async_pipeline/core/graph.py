@@ -10,7 +10,8 @@ from .stage import ROLES, RoleStateMachine
 
 GRAPH: Mapping[str, tuple[str, ...]] = {
     "dataloader": ("generate",),
-    "generate": ("rollout",),
+    "generate": ("teacher",),
+    "teacher": ("rollout",),
     "rollout": ("logp", "ref_logp", "values"),
     "logp": ("reward",),
     "ref_logp": ("reward",),
@@ -21,10 +22,10 @@ GRAPH: Mapping[str, tuple[str, ...]] = {
     "param_update": (),
 }
 """The consumers of each stage. A stage that a run does not need is left out with its edges; `reward` then
-follows the last stage before it that the run has.
+follows the last stage before it that the run has, and so does `rollout`.
 """
 
-OPTIONAL = ("logp", "ref_logp", "values", "critic")
+OPTIONAL = ("teacher", "logp", "ref_logp", "values", "critic")
 """Stages that a run may leave out."""
 
 
@@ -50,7 +51,8 @@ def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
     if ("values" in wanted) != ("critic" in wanted):
         raise ConfigError("stages values and critic belong together; name both or neither")
     graph = {a: tuple(b for b in bs if b in wanted) for a, bs in GRAPH.items() if a in wanted}
-    return {**graph, "rollout": graph["rollout"] or ("reward",)}
+    instead = {"generate": ("rollout",), "rollout": ("reward",)}
+    return {role: consumers or instead.get(role, ()) for role, consumers in graph.items()}
 
 
 def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str, before: str) -> None:

@@ -67,6 +67,9 @@ class PipelineTrainer(Protocol):
         the rollout raised.
         """
 
+    async def ask_teacher(self, group: Group) -> Group:
+        """Return a finished group with the log-probs of its teacher, or with a flaw and without samples."""
+
     async def discard(self, group: Group) -> None:
         """Free the samples of a group that is not trained."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages: eight, and two more with a critic. Importing this package registers them."""
+"""The stages: eight, another with a teacher, and two with a critic. Importing this package registers them."""
 
 from .batches import (
     CriticStateMachine,
@@ -8,7 +8,12 @@ from .batches import (
     RewardStateMachine,
     ValuesStateMachine,
 )
-from .groups import DataloaderStateMachine, GenerateStateMachine, RolloutStateMachine
+from .groups import (
+    DataloaderStateMachine,
+    GenerateStateMachine,
+    RolloutStateMachine,
+    TeacherStateMachine,
+)
 from .param_update import ParamUpdateStateMachine
 from .train import TrainStateMachine
 
@@ -21,6 +26,7 @@ __all__ = [
     "RefLogPStateMachine",
     "RewardStateMachine",
     "RolloutStateMachine",
+    "TeacherStateMachine",
     "TrainStateMachine",
     "ValuesStateMachine",
 ]

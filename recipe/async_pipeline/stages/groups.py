@@ -3,6 +3,7 @@
 
 dataloader  draws prompts as soon as the message queue has room; prompts that a crash interrupted first
 generate    generates responses; each group is handed on when its last response is finished
+teacher     has a teacher read each group, in a run that distills one
 rollout     decides the fate of finished groups and joins them into the batch of the next step
 """
 
@@ -118,6 +119,30 @@ class GenerateStateMachine(ConcurrentStage):
             self.pipeline.ledger.generate_again(uid, "stale", self.pipeline.versions.served)
 
 
+@register_role("teacher")
+class TeacherStateMachine(ConcurrentStage):
+    """Groups are read while others are still generated; all that have arrived, at once."""
+
+    awaits = "a group to be read by its teacher"
+    doing = "groups are being read by their teachers"
+    _resumed: deque[Group] | None = None
+    """Groups of a checkpoint that have no decision yet; some may have been read."""
+
+    async def receive(self) -> Group:
+        """Return the groups of a checkpoint first."""
+        if self._resumed is None:
+            resumed = self.pipeline.resumed
+            self._resumed = deque() if resumed is None else deque(resumed.queue.undecided())
+        return self._resumed.popleft() if self._resumed else await super().receive()
+
+    async def process(self, item: Group) -> None:
+        if not item.taught and self.trainer.rejects(item) is None:
+            item = await self.trainer.ask_teacher(item)
+            # A checkpoint must know.
+            self.pipeline.queue.arrive(item)
+        await self.emit(item)
+
+
 @register_role("rollout")
 class RolloutStateMachine(RoleStateMachine):
     """Groups may finish in any order and for several steps at once; batches leave in step order."""
@@ -149,7 +174,8 @@ class RolloutStateMachine(RoleStateMachine):
         if self.pipeline.resumed is not None:
             state = self.pipeline.resumed.queue
             yield from (StepBatch(step=step, groups=groups) for step, groups in sorted(state.taken.items()))
-            yield from (entry.answer for entry in state.entries if entry.answer is not None)
+            if self.input_from("teacher") is None:
+                yield from state.undecided()
 
     async def _judge(self, group: Group) -> None:
         fate = self.trainer.rejects(group)

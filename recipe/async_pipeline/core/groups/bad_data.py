@@ -26,7 +26,7 @@ OF_SCORES = {"fail": "fail", "drop": "drop", "score": "keep"}
 """Values of `reward.failure` as policies."""
 UNUSABLE_PROMPT = "unusable_prompt"
 """The kind of a prompt that cannot be read from the data, or whose pictures cannot be shown to the model."""
-HOPELESS = ("long_prompt",)
+HOPELESS = ("long_prompt", "teacher_logprobs")
 """Kinds that another attempt would only repeat."""
 MANY_DROPPED = 64
 """Dropped groups from which their share of all groups is checked."""
@@ -57,6 +57,8 @@ class Policies:
     """The agent loop returned nothing for a response, so the group is smaller than rollout.n."""
     failed_episode: Literal["drop", "fail"] = "drop"
     """An episode failed in all of its attempts; see agentic."""
+    teacher_logprobs: Literal["fail", "drop"] = "fail"
+    """The teacher of a distillation returned NaN for a response, or not one log-prob for each token."""
 
     def by_kind(self, reward_failure: str) -> dict[str, str]:
         """The policy of each kind. `reward_failure`: the value of `reward.failure`."""

@@ -102,6 +102,8 @@ class Group:
     """What happened in its episodes, by name; see `agents.episodes.COUNTS`."""
     took_ms: tuple[float, ...] = ()
     """What the gateway added to each request of its episodes, in ms."""
+    taught: bool = False
+    """Whether the sample store has the log-probs of its teacher."""
     payload: Any = None
     """Opaque to the core: what the trainer needs to find its samples."""
 

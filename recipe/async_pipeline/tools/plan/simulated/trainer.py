@@ -146,6 +146,7 @@ class SimulatedTrainer:
 
     def roles(self) -> Sequence[str]:
         there = {
+            "teacher": None,
             "logp": None if self.setting.old_logp == "update" else NOTHING,
             "ref_logp": self.profile.stages.ref_logp,
             "values": self.profile.stages.values,
@@ -207,6 +208,10 @@ class SimulatedTrainer:
 
         flaw = "fails with the profile's probability" if costs.fails else ""
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw)
+
+    async def ask_teacher(self, group: Group) -> Group:
+        """Return it as it is: profiles have no teachers, so that no simulated run has this stage."""
+        return group
 
     async def discard(self, group: Group) -> None:
         """Do nothing: there is nothing to free."""

@@ -9,6 +9,7 @@ ENGINE_LINE = re.compile(r"\bengine: (vLLM \S+, model runner .+)$", re.MULTILINE
 """A line that the server of a run prints; see `verl_bridge.rollout.vllm.facts`."""
 ROLE_COLOURS = {
     "generate": "c-generate",
+    "teacher": "c-teacher",
     "train": "c-train",
     "logp": "c-logp",
     "ref_logp": "c-ref",
@@ -23,6 +24,7 @@ ROLE_COLOURS = {
 
 _COMPUTE = {
     "generate": "generating responses",
+    "teacher": "log-probs of the teacher",
     "train": "training (optimizer steps)",
     "logp": "log-probs of the old policy",
     "ref_logp": "log-probs of the reference",
@@ -31,6 +33,7 @@ _COMPUTE = {
 }
 _WAIT = {
     "generate": "waiting for responses (generate)",
+    "teacher": "waiting for the teacher",
     "train": "waiting for the optimizer step (train)",
     "logp": "waiting for old log-probs (logp)",
     "ref_logp": "waiting for the reference (ref_logp)",
