@@ -3,10 +3,10 @@
 # A tiny model learns a task by asynchronous RL on the real stack, on two CPU cores: addition, FrozenLake
 # (lake), an environment that it plays for several turns, the same played over HTTP by a coroutine (lake_agent) or
 # by a program in another virtual environment (openai_agent), sums with a tool that costs
-# (calculator), pictures of coloured squares (image), what a picture shows, by a vision-language model (look), or
-# questions about words, by a pretrained model (words).
+# (calculator), pictures of coloured squares (image), what a picture shows, by a vision-language model (look),
+# questions about words, by a pretrained model (words), or addition again, from a teacher alone (distill).
 #
-#   bash run_scripts/smoke_cpu.sh [--task addition|lake|lake_agent|openai_agent|calculator|image|look|words] \
+#   bash run_scripts/smoke_cpu.sh [--task addition|lake|lake_agent|openai_agent|calculator|image|look|words|distill] \
 #       [--model dense|moe|qwen2.5-vl|qwen3-vl] [hydra overrides]
 #   bash run_scripts/smoke_cpu.sh async_strategy=n_step_ahead trainer.total_training_steps=10
 #   bash run_scripts/smoke_cpu.sh actor_rollout_ref.actor.strategy=megatron
@@ -39,10 +39,10 @@ while [ "${1:-}" = --task ] || [ "${1:-}" = --model ] || [ "${1:-}" = --explain 
   fi
   case "$1 ${2:-}" in
     "--task addition" | "--task lake" | "--task lake_agent" | "--task openai_agent" | "--task calculator" | \
-      "--task image" | "--task look" | "--task words") TASK="$2" ;;
+      "--task image" | "--task look" | "--task words" | "--task distill") TASK="$2" ;;
     "--model dense" | "--model moe" | "--model qwen2.5-vl" | "--model qwen3-vl") MODEL=(--model "$2") ;;
     --task*)
-      echo "smoke_cpu.sh: --task must be addition, lake, lake_agent, openai_agent, calculator, image, look or words, got '${2:-}'" >&2
+      echo "smoke_cpu.sh: --task must be addition, lake, lake_agent, openai_agent, calculator, image, look, words or distill, got '${2:-}'" >&2
       exit 2
       ;;
     *)

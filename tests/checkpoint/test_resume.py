@@ -142,6 +142,15 @@ def test_what_was_added_to_the_model_is_named(tmp_path: Path) -> None:
     assert "actor_rollout_ref.model.lora_rank was (not set) there and is 8 here" in lines[0]
 
 
+def test_a_teacher_cannot_be_added_to_groups_that_are_finished(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    raw, lines = config(tmp_path), list[str]()
+    raw["distillation"] = {"enabled": True, "distillation_loss": {"loss_mode": "k3", "topk": 32}}
+    with pytest.raises(ConfigError, match="found no usable checkpoint"):
+        origin(raw, lines)
+    assert "distillation.distillation_loss.loss_mode was (not set) there and is k3 here" in lines[0]
+
+
 @pytest.mark.parametrize(("key", "value"), [("dataloader_num_workers", 4), ("shuffle", False)])
 def test_a_dataloader_of_another_kind_is_named(tmp_path: Path, key: str, value: Any) -> None:
     """Its state would be refused by an assertion of torchdata, or would be of another order."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from ..config.checks.teachers import LOSS
 from ..config.keys.older_verl import WHOLE
 from ..config.knobs.fields import knobs_of
 from ..config.knobs.schema import AsyncPipelineConfig
@@ -234,7 +235,10 @@ def identity_of(
         "actor_rollout_ref.actor.strategy",
     )
     model = "actor_rollout_ref.model"
-    added = (f"{model}.lora_rank", f"{model}.lora.rank")
+    added = [f"{model}.lora_rank", f"{model}.lora.rank"]
+    if select(config, "distillation.enabled"):
+        # The columns of finished groups.
+        added += ["distillation.enabled", f"{LOSS}.loss_mode", f"{LOSS}.topk"]
 
     return {
         **{path: str(select(config, path)) for path in same},

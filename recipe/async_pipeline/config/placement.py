@@ -24,6 +24,8 @@ MOST_DEVICES = 1_000_000
 PLACED = ("train", "logp", "ref_logp", "critic", "generate")
 """Stages that compute on devices. `param_update` gathers on the devices of train; the critic computes the
 values on its own."""
+TEACHER = "teacher"
+"""The stage of teachers, and their pool."""
 ALIASES = {
     "actor_train": "train",
     "actor": "train",
@@ -135,12 +137,11 @@ def placement_of(
     nodes, node, more, size = sizes.values()
     if pools is None:
         training = tuple(role for role in roles if role != "generate")
-        return Placement(
-            (Pool("train", training, (node,) * nodes), Pool("generate", ("generate",), (size,) * more))
-        )
+        two = Pool("train", training, (node,) * nodes), Pool("generate", ("generate",), (size,) * more)
+        return _with_teachers(Placement(two), config)
     largest = max(node, size) if more else node
     replica = select(config, TENSOR_PARALLEL)
-    return place(
+    placement = place(
         wishes_of(pools),
         roles=roles,
         devices=nodes * node + more * size,
@@ -148,6 +149,23 @@ def placement_of(
         path=path,
         replica=replica if isinstance(replica, int) else 1,
     )
+    return _with_teachers(placement, config)
+
+
+def _with_teachers(placement: Placement, config: Mapping[str, Any]) -> Placement:
+    """Add the devices of the teachers, which verl's own keys say, if there are any.
+
+    Raises ConfigError if another pool has their name.
+    """
+    nodes, node = (int(select(config, f"distillation.{key}") or 0) for key in ("nnodes", "n_gpus_per_node"))
+    if not select(config, "distillation.enabled") or nodes * node < 1:
+        return placement
+    if any(pool.name == TEACHER for pool in placement.pools):
+        raise ConfigError(
+            f"{POOLS}.{TEACHER} must have another name, since distillation.nnodes and "
+            "distillation.n_gpus_per_node make the pool of that name; rename it"
+        )
+    return Placement((*placement.pools, Pool(TEACHER, (TEACHER,), (node,) * nodes)))
 
 
 def wishes_of(pools: Any, path: str = POOLS) -> tuple[Wish, ...]:

@@ -49,6 +49,15 @@ def test_a_large_batch_gets_room_for_the_batches_of_its_lag() -> None:
     assert "up to 196608 rows" in why and "100000 are too few" in why
 
 
+@pytest.mark.parametrize(("loss", "more"), [("k3", 8), ("forward_kl_topk", 32 * 8)])
+def test_what_a_teacher_returns_is_counted(loss: str, more: int) -> None:
+    distils = config()
+    section = {"loss_mode": loss, "topk": 32}
+    distils["distillation"] = {"enabled": True, "distillation_loss": section}
+    budget = store_budget(distils, knobs())
+    assert budget.nbytes == budget.rows * 8000 * (100 + more)
+
+
 def test_a_checkpoint_keeps_what_is_freed_before_it_is_written() -> None:
     saves = config()
     saves["trainer"]["save_freq"] = 5

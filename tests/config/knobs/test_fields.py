@@ -54,7 +54,7 @@ CHANGEABLE = {
     "faults": "wait_timeout_s checkpoint_stall_s verify_checkpoint_at_start notice_s strict_observers "
     "max_prompt_attempts",
     "faults.bad_data": "nonfinite_logprobs empty_answer all_masked long_prompt unusable_prompt "
-    "missing_answers failed_episode",
+    "missing_answers failed_episode teacher_logprobs",
 }
 """The knobs that may change at a resume, by section. Add one only if neither what is trained nor what a
 checkpoint holds depends on it, or if a run may have ended for its value.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.config.checks.rollout_correction import POLICY_LOSS
-from recipe.async_pipeline.tools.explain.training import describe_loss, describe_training
+from recipe.async_pipeline.tools.explain.training import describe_loss, describe_teachers, describe_training
 from tests.fakes.alias_values import nested
 
 
@@ -86,3 +86,34 @@ def test_the_ratio_of_a_loss_is_described(mode: str, old_logp: str, mini_batches
 def test_more_epochs_are_more_updates() -> None:
     config = nested((f"{POLICY_LOSS}.loss_mode", "tis"), ("actor_rollout_ref.actor.ppo_epochs", 2))
     assert "ratio is 1" not in describe_loss(config, "trainer", 1)
+
+
+def test_what_is_learned_from_teachers_is_described() -> None:
+    loss, models = "distillation.distillation_loss", "distillation.teacher_models"
+    config = nested(
+        ("distillation.enabled", True),
+        ("distillation.teacher_key", "data_source"),
+        (f"{loss}.loss_mode", "forward_kl_topk"),
+        (f"{loss}.topk", 32),
+        (f"{loss}.use_task_rewards", False),
+        (f"{models}.teacher_model.model_path", "m"),
+    )
+    assert describe_teachers(config) == [
+        "forward_kl_topk over 32 tokens as a loss, instead of the loss of rewards",
+        "teacher m",
+    ]
+    config["distillation"]["distillation_loss"] |= {
+        "loss_mode": "k1",
+        "use_policy_gradient": True,
+        "use_task_rewards": True,
+        "distillation_loss_coef": 0.5,
+    }
+    config["distillation"]["teacher_models"] |= {
+        name: {"model_path": f"m{name}", "key": name} for name in ("a", "b")
+    }
+    assert describe_teachers(config) == [
+        "k1 of the written token as an advantage, times 0.5, added to the loss of rewards",
+        "teacher ma, for data_source=a",
+        "teacher mb, for data_source=b",
+    ]
+    assert not describe_teachers(nested(("distillation.enabled", False)))

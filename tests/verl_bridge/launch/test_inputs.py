@@ -101,6 +101,22 @@ def test_a_model_has_all_its_files_and_can_chat(problems: Problems, tmp_path: Pa
     assert problem.startswith(f"{MODEL}.tokenizer_path must name a folder with a tokenizer, got '{bare}'")
 
 
+def test_a_teacher_has_the_tokens_of_the_policy(problems: Problems, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tmp_path / "task" / "model", teacher)
+    path = "distillation.teacher_models.teacher_model.model_path"
+    distils = {"distillation.enabled": True, path: str(teacher), "ray_kwargs.ray_init.num_gpus": 3}
+    assert not problems(distils)
+    described = json.loads((teacher / "tokenizer.json").read_text())
+    token = min(described["model"]["vocab"])
+    described["model"]["vocab"]["other"] = described["model"]["vocab"].pop(token)
+    (teacher / "tokenizer.json").write_text(json.dumps(described))
+    (problem,) = problems(distils)
+    assert problem.startswith(f"{path} must have the tokens of the policy, got '{teacher}', where 2 of ")
+    (teacher / "config.json").unlink()
+    assert f"{path} must be a folder with a config.json" in problems(distils)[0]
+
+
 def test_models_of_the_hub_are_left_to_it_unless_it_is_off(
     module: ModuleType, problems: Problems, monkeypatch: pytest.MonkeyPatch
 ) -> None:

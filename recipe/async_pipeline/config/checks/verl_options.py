@@ -213,7 +213,6 @@ RULES: tuple[Refusal, ...] = (
         "actor_rollout_ref.actor.strategy", STRATEGIES, "other training engines are not supported yet"
     ),
     must_be_off("trainer.val_only", "validate with stock verl instead"),
-    must_be_off("distillation.enabled", "distillation is not supported yet"),
     must_be_off("skip.rollout_tq.enable", "replaying stored rollouts is not supported yet"),
     must_be_off(
         "actor_rollout_ref.actor.freeze_vision_tower", "leave it out: only verl's older workers freeze a part"

@@ -24,6 +24,7 @@ _READERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "this was tried with fsdp, fsdp2 and megatron only",
     ),
     (f"{_ACTOR}.megatron.router_replay.mode", (None, "disabled", "R3"), "they record the routes"),
+    ("distillation.enabled", (None, False), "verl's loss of distillation reads them"),
     ("trainer.critic_warmup", (None, 0), "the first steps have no update"),
     (f"{OWN}.custom_stages", (None, (), []), "custom stages may read them"),
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.groups.message_queue import share_of
+from ..checks.teachers import LOSS, TOPK
 from ..knobs.schema import AsyncPipelineConfig
 from ..paths import select
 
@@ -19,6 +20,8 @@ CAPACITY = "transfer_queue.backend.SimpleStorage.total_storage_size"
 BACKEND = "transfer_queue.backend.storage_backend"
 BYTES_A_TOKEN = 100
 """Host memory of a token in all columns of a row; 99.5 were measured."""
+BYTES_OF_TEACHER = 8
+"""More for each log-prob of a teacher and the number of its token, both of 32 bits."""
 REPORTED_BATCHES = 2
 """Batches that are trained and not yet freed: the one of the last report, and the one before."""
 ROOM = 2
@@ -63,9 +66,16 @@ def store_budget(
     return StoreBudget(
         rows=rows,
         validation_rows=_validation_rows(config, count_prompts) * rows_each,
-        nbytes=(rows + noted) * sum(lengths) * BYTES_A_TOKEN if known else None,
+        nbytes=(rows + noted) * sum(lengths) * _token_bytes(config) if known else None,
         capacity=capacity if isinstance(capacity, int) else None,
     )
+
+
+def _token_bytes(config: Mapping[str, Any]) -> int:
+    if not select(config, "distillation.enabled"):
+        return BYTES_A_TOKEN
+    likely = int(select(config, f"{LOSS}.topk")) if select(config, f"{LOSS}.loss_mode") == TOPK else 1
+    return BYTES_A_TOKEN + likely * BYTES_OF_TEACHER
 
 
 def _validation_rows(config: Mapping[str, Any], count_prompts: CountPrompts) -> int:

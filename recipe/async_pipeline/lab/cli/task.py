@@ -13,7 +13,7 @@ from typing import Any
 
 from recipe.async_pipeline.console import echo
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.lab.tasks.build import Spec, ToySpec, ensure_toy
+from recipe.async_pipeline.lab.tasks.build import DistillSpec, Spec, ToySpec, ensure_toy
 from recipe.async_pipeline.lab.tasks.model import ModelSpec
 
 DEFAULT_ROOT = Path(".cache") / "toy"
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     make.add_argument(
         "--task",
-        choices=("addition", "lake", "calculator", "image", "look", "words"),
+        choices=("addition", "lake", "calculator", "image", "look", "words", "distill"),
         default="addition",
         help="which task (default: %(default)s)",
     )
@@ -107,6 +107,8 @@ def _spec_of(args: argparse.Namespace) -> Spec:
         from recipe.async_pipeline.lab.tasks.words_task.words_build import WordsSpec
 
         return WordsSpec(seed=args.seed)
+    if args.task == "distill":
+        return DistillSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
     return ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe")
 
 

@@ -125,6 +125,32 @@ class ToySpec(TextSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillSpec(ToySpec):
+    """The addition task with a second model, in `teacher`, which has seen no errors."""
+
+    kind: ClassVar[str] = "distill"
+
+    warmup: WarmupSpec = field(default_factory=lambda: WarmupSpec(taught_accuracy=0.9, max_taught_steps=4000))
+    teaching: WarmupSpec = field(
+        default_factory=lambda: WarmupSpec(
+            taught_accuracy=0.9, max_taught_steps=4000, slip_rate=0.0, num_slip_steps=1, min_accuracy=0.8
+        )
+    )
+
+    def fill(self, work: Path, report: Callable[[str], None]) -> float:
+        """Make the teacher, then all that a task has."""
+        from recipe.async_pipeline.lab.tasks.model import make_model
+        from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
+
+        tokenizer = make_tokenizer()
+        teacher = make_model(self.model, tokenizer, self.seed + 1)
+        success = replace(self, warmup=self.teaching).warm_up(teacher, tokenizer, report)
+        report(f"the teacher is done: success {success:.2f} on unseen prompts")
+        save_model(teacher, tokenizer, work / "teacher")
+        return super().fill(work, report)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToyMeasurements:
     """Measurements taken while the toy was made."""
 

@@ -23,7 +23,7 @@ from ...config.placement import Placement
 from ...core.groups.message_queue import share_of
 from .episode_plan import describe_episodes
 from .strategy_order import order_of
-from .training import describe_loss, describe_training
+from .training import describe_loss, describe_teachers, describe_training
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -197,6 +197,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "validation": _validation(config, knobs),
         "placement": plan.placement.as_list(),
         "loss": plan.loss,
+        "distillation": describe_teachers(config),
         "correction": plan.correction,
         "episodes": plan.episodes,
         "redundancy": knobs.agentic.redundancy,
@@ -246,6 +247,7 @@ def describe_plan(plan: Plan) -> list[str]:
         f"validation      {_validation(config, knobs)}",
         f"old log-probs   {_OLD_LOGP[plan.old_logp]}{_reader(plan)}",
         f"loss            {plan.loss}",
+        *(f"{'' if i else 'distillation':16}{text}" for i, text in enumerate(describe_teachers(config))),
         f"correction      {plan.correction}",
         *_devices(plan),
         f"step            {plan.groups_per_step} prompts x {plan.responses_per_group} responses = "

@@ -8,6 +8,8 @@ from typing import Any
 
 from ...config.checks.batch_sizes import training_ranks
 from ...config.checks.rollout_correction import PI_OLD, POLICY_LOSS, WITHOUT_RATIO
+from ...config.checks.teachers import LOSS as TEACHERS_LOSS
+from ...config.checks.teachers import TOPK, teachers_of
 from ...config.checks.training_engine import ACTOR, OTHERS, SHARDED
 from ...config.keys.loss_modes import LOSS_OF_VARIANT
 from ...config.paths import select
@@ -46,6 +48,29 @@ def _megatron(config: Mapping[str, Any], devices: int) -> str:
 
 def _count(devices: int) -> str:
     return "one device" if devices == 1 else f"{devices} devices"
+
+
+def describe_teachers(config: Mapping[str, Any]) -> list[str]:
+    """Describe what a run learns from teachers, a line for the loss and one for each; none without any."""
+    teachers = teachers_of(config)
+    if not teachers:
+        return []
+    mode = str(select(config, f"{TEACHERS_LOSS}.loss_mode"))
+    over = (
+        f" over {select(config, f'{TEACHERS_LOSS}.topk')} tokens" if mode == TOPK else " of the written token"
+    )
+    form = "an advantage" if select(config, f"{TEACHERS_LOSS}.use_policy_gradient") else "a loss"
+    rewards = select(config, f"{TEACHERS_LOSS}.use_task_rewards")
+    coefficient = select(config, f"{TEACHERS_LOSS}.distillation_loss_coef")
+    added = (
+        f"times {coefficient}, added to the loss of rewards" if rewards else "instead of the loss of rewards"
+    )
+    column = select(config, "distillation.teacher_key")
+    rows = (f", for {column}={one.get('key')}" if len(teachers) > 1 else "" for one in teachers.values())
+    return [
+        f"{mode}{over} as {form}, {added}",
+        *(f"teacher {one.get('model_path')}{row}" for one, row in zip(teachers.values(), rows, strict=True)),
+    ]
 
 
 def describe_loss(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:

@@ -21,10 +21,10 @@ from ..contract.uses import subclasses
 
 STOCK_ONLY = (
     *("verl.trainer.main_eval", "verl.trainer.main_generation_server", "verl.trainer.main_ppo_v0"),
-    *("verl.trainer.sft_trainer", "verl.trainer.ppo.v1.trainer_sync", "verl.trainer.distillation"),
+    *("verl.trainer.sft_trainer", "verl.trainer.ppo.v1.trainer_sync"),
     *("verl.trainer.ppo.v1.trainer_colocate_async", "verl.trainer.ppo.v1.trainer_separate_async"),
     *("verl.experimental.fully_async_policy", "verl.experimental.one_step_off_policy"),
-    *("verl.experimental.separation", "verl.experimental.teacher_loop", "verl.model_merger"),
+    *("verl.experimental.separation", "verl.model_merger"),
     *("verl.workers.engine_workers_tinker", "verl.workers.reward_manager", "verl.utils.skip"),
     "verl.utils.profiler",
     *(
@@ -35,7 +35,6 @@ STOCK_ONLY = (
     *(
         "verl.base_config",
         "verl.workers.rollout.naive",
-        "verl.workers.config.distillation",
         "verl.workers.engine.mindspeed",
     ),
 )

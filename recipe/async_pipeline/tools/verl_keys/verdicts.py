@@ -40,6 +40,8 @@ DECIDED: Mapping[str, str] = {
     "trainer.max_*_ckpt_to_keep": "read by us: recipe/async_pipeline/verl_bridge/trainer/checkpointing.py",
     "algorithm.rollout_correction.loss_type": "read by verl: "
     "verl/trainer/ppo/core_algos.py:compute_policy_loss_bypass_mode",
+    "distillation.distillation_loss.clip_ratio*": "read by verl: "
+    "verl/trainer/ppo/core_algos.py:compute_policy_loss_vanilla",
     "actor_rollout_ref.rollout.qat": "refused: it has the keys of actor_rollout_ref.actor.fsdp_config.qat",
     "trainer.v1.sampler.custom_sampler.name": "refused: trainer.v1.sampler.custom_sampler.path must be None",
 }

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
+from ...core.groups.bad_data import Flaw
 from ...core.groups.recall import Recall
 from ...observe.causes import causes
 from ..calls.control_calls import GROUPS
@@ -67,6 +68,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         await super()._init_agent_loop_workers()
         self._workers = [(one, DirectCaller(one)) for one in self.agent_loop_workers]
         self._turns = itertools.cycle(self._workers)
+        self._readers = itertools.cycle(self.agent_loop_workers)
         self._resumed: dict[str, tuple[Any, DirectCaller]] = {}
         """The worker that has what an earlier process generated for a prompt, until it begins."""
 
@@ -101,6 +103,12 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
             found |= tokens
             self._resumed |= dict.fromkeys(tokens, worker)
         return found
+
+    async def ask_teacher(self, keys: Sequence[str]) -> list[Flaw]:
+        """Have the teacher of a group read its finished responses; see `teacher.ask`."""
+        # Not in the turns of the groups, which would then not be even.
+        flaws: list[Flaw] = await next(self._readers).ask_teacher.remote(keys)
+        return flaws
 
     async def note_transcripts(self, uids: Sequence[str], version: int) -> list[WriteShard]:
         """Have the workers note what was generated so far for these prompts. Returns a function for each to

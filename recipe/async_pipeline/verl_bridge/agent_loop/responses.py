@@ -17,6 +17,7 @@ from ...core.groups.items import Group, Trajectory
 from ...core.lag.token_spans import plain
 from ...errors import RolloutError
 from ...observe.run_directory.agent_output import FailedAttempt
+from ..store.sample_columns import TEACHER_LOG_PROBS
 from .episodes.episode import Attempt
 from .episodes.redundancy import Begun, Redundant
 from .tokens.partial_rollouts import NotedResponse, RecordedRequest, Transcript
@@ -167,6 +168,7 @@ def finished_group(
         redundant=len(redundant),
         counts=counts,
         took_ms=tuple(took for one in samples for took in one.took_ms),
+        taught=bool(samples) and all(TEACHER_LOG_PROBS in one.fields for one in samples),
         payload=columns[:1] if alike else columns,
     )
     infos = [reward_info_of(one.fields) for one in ordered]

@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from ...agents.episodes import EpisodeRules
 from ...checkpoint.hashed_file import FileEntry
+from ...core.groups.bad_data import Flaw
 from ...errors import RolloutError
 from .. import replaced
 from ..calls.control_calls import CONTROL, GIVE_UP, ControlCalls, control
@@ -28,7 +29,7 @@ from ..reward.responses import Response
 from ..reward.worker import PlainCaller
 from ..rules.diffusers_rules import draws_images
 from ..store.sample_store import count_cores_once
-from . import diffusion_loop, stored_sessions
+from . import diffusion_loop, stored_sessions, teacher
 from .episodes import environment_loop
 from .episodes.episode import (
     Attempt,
@@ -77,6 +78,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
     """verl's worker, plus `run_group`, which returns when the whole group is in the sample store."""
 
     reward_loop_worker_handles: list[Any] | None
+    teacher_server_manager: Any
+    """verl's, in a run with teachers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         replaced.apply("agent loops")
@@ -158,6 +161,10 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             raise
         finally:
             del self._groups[uid]
+
+    async def ask_teacher(self, keys: Sequence[str]) -> list[Flaw]:
+        """Store what the teacher says of finished responses; returns what is wrong with it."""
+        return await teacher.ask(self.teacher_server_manager, keys, as_rows=self._stores_rows)
 
     @control(CONTROL)
     async def note_transcripts(self, uids: Sequence[str]) -> None:
@@ -300,6 +307,13 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             if isinstance(result, BaseException):
                 raise RolloutError(f"a response of group {uid} was cancelled") from result
         return chosen
+
+    async def _compute_teacher_logprobs(self, output: Any, *args: Any, **kwargs: Any) -> None:
+        """Ask the teacher about a response with pictures, which the sample store does not keep; the stage
+        `teacher` asks about others once their group is finished.
+        """
+        if output.multi_modal_data:
+            await super()._compute_teacher_logprobs(output, *args, **kwargs)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         """Score as verl does, unless the batch is scored after generation.

@@ -22,8 +22,10 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from ...config.checks.refusals import UNREADABLE
+from ...config.checks.teachers import MODELS, teachers_of
 from ...config.checks.training_engine import OTHERS, SHARDED
 from ...config.derived.adapters import ALL_LINEAR, adapter_rank, count_adapter_parameters
 from ...config.paths import OWN, hint, select
@@ -84,11 +86,13 @@ def faults(
     models = [] if images else [f"{MODEL}.path"]
     models += ["critic.model.path"] if critic and not images else []
     models += ["reward.reward_model.model_path"] if select(config, "reward.reward_model.enable") else []
+    models += [f"{MODELS}.{name}.model_path" for name in teachers_of(config)]
     elsewhere = any(select(config, f"{one}.megatron.use_dist_checkpointing") for one in TRAINED)
     yield from each(
         faults_of_data(config, scored=scored or images),
         *(_faults_of_model(key, select(config, key), weights=not elsewhere) for key in models),
         () if images else _faults_of_tokenizer(config),
+        _faults_of_vocabularies(config),
         () if images else _faults_of_targets(config),
         _faults_of_trackers(config),
         _faults_of_checkpoint(config),
@@ -255,6 +259,25 @@ def _faults_of_tokenizer(config: Mapping[str, Any]) -> Iterator[InputFault]:
     template = select(config, f"{MODEL}.custom_chat_template")
     if why := why_no_chat(str(folder), template, json.dumps(kwargs, default=str)):
         yield InputFault(f"{MODEL}.custom_chat_template must be set for the tokenizer in {folder}: {why}")
+
+
+def _faults_of_vocabularies(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Check that teachers know the same tokens as the policy; skip tokenizers of other kinds of files."""
+    path = select(config, f"{MODEL}.tokenizer_path") or select(config, f"{MODEL}.path")
+    for name, teacher in teachers_of(config).items():
+        own, other = _vocabulary(path), _vocabulary(teacher.get("model_path"))
+        if own and other and (odd := own.items() ^ other.items()):
+            yield InputFault(
+                f"{MODELS}.{name}.model_path must have the tokens of the policy, got "
+                f"{teacher['model_path']!r}, where {len({token for token, _ in odd})} of {len(other)} "
+                f"differ, e.g. {min(odd)[0]!r}; choose a teacher of the same family"
+            )
+
+
+def _vocabulary(path: Any) -> Mapping[str, int]:
+    """Return the tokens of a model's folder and their numbers; none if the folder has no fast tokenizer."""
+    file = Path(str(path)).expanduser() / "tokenizer.json"
+    return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else {}
 
 
 # Folders.

@@ -21,6 +21,7 @@ from ...config.checks.rollout_correction import (
     check_estimator,
     check_loss,
 )
+from ...config.checks.teachers import check_teachers
 from ...config.checks.training_engine import check_class
 from ...config.checks.user_classes import find_class, schedule_at
 from ...config.checks.verl_options import (
@@ -118,6 +119,7 @@ OPTION_CHECKS: tuple[Callable[[DictConfig], None], ...] = (
     check_adapters,
     check_model,
     check_attention,
+    check_teachers,
 )
 """Checks of verl's options, each of which runs, also if others refuse."""
 
@@ -223,8 +225,11 @@ def require_importable(knobs: AsyncPipelineConfig) -> None:
 
 def require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError if a custom stage is not registered or its edge does not exist."""
-    critic, reference = has_critic(config), has_reference(config)
-    roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
+    there = {
+        "ref_logp": has_reference(config),
+        "teacher": bool(OmegaConf.select(config, "distillation.enabled")),
+    }
+    roles = [role for role in GRAPH if role not in OPTIONAL or there.get(role, has_critic(config))]
     try:
         insert_custom_stages(graph_of(roles), knobs.custom_stages)
     except ConfigError as error:

@@ -21,6 +21,10 @@ PARTITION = "train"
 """Partition of the sample store for training samples."""
 PICTURES = "multi_modal_inputs"
 """The column with a processor's output for images."""
+TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_logprobs"
+"""Columns in verl's layout, (tokens of prompt and response, K): the K likeliest tokens of the teacher, or the
+response's own with K = 1, and their log-probs.
+"""
 
 
 class RaggedRows(torch.Tensor):

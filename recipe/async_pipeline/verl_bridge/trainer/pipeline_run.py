@@ -152,7 +152,7 @@ class PipelineRun:
         PushAgentLoopManager.start_early(
             config=self.config,
             llm_client=self.startup.servers.get_client(),
-            teacher_client=None,
+            teacher_client=self.verl.get_teacher_client(),
             reward_loop_worker_handles=self.verl.get_reward_handles(),
         )
 
@@ -447,6 +447,7 @@ class PipelineRun:
     def roles(self) -> Sequence[str]:
         without = set() if self.verl.use_reference_policy else {"ref_logp"}
         without |= set() if self.verl.use_critic else {"values", "critic"}
+        without |= set() if self.verl.use_teacher_policy else {"teacher"}
         without |= {"logp"} if self.runtime.old_logp == "update" else set()
         return [role for role in GRAPH if role not in without]
 
@@ -471,6 +472,9 @@ class PipelineRun:
 
     async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
         return await self.generation.generate(prompt, recall)
+
+    async def ask_teacher(self, group: Group) -> Group:
+        return await self.generation.ask_teacher(group)
 
     async def discard(self, group: Group) -> None:
         await self.generation.discard(group)

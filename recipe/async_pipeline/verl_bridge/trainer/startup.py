@@ -16,7 +16,7 @@ from verl.utils.device import get_device_name
 
 from ...config.derived.adapters import adapter_rank
 from ...config.knobs.schema import AsyncPipelineConfig
-from ...config.placement import Placement
+from ...config.placement import TEACHER, Placement
 from ...weight_sync.engine.versioned_engine import LoadMode
 from ..calls.ray_calls import result_of
 from ..rollout.replica_pool import RolloutPool
@@ -51,8 +51,8 @@ class Startup:
             if role in worker_classes:
                 worker_classes[role] = ray.remote(worker)
         for pool in self._placement.pools:
-            if "train" in pool.roles or "generate" in pool.roles:
-                continue
+            if not {"train", "generate", TEACHER}.isdisjoint(pool.roles):
+                continue  # verl adds the ones of training and teachers
             pools.resource_pool_spec[verls_name(pool)] = list(pool.per_node)
             for stage, role in (("ref_logp", Role.RefPolicy), ("critic", Role.Critic)):
                 if stage in pool.roles:

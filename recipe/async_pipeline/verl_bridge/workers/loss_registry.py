@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_gpg, register_policy_loss
 from verl.utils.metric import Metric
 from verl.utils.torch_functional import masked_mean
@@ -84,6 +85,21 @@ def ppo_loss_with_scores(
         added = Metric(value=mean, aggregation=metrics["actor/pg_loss"].aggregation)
         metrics |= {"kl_loss": added, "kl_coef": config.kl_loss_coef}
     return loss, metrics
+
+
+WEIGHTS = "rollout_is_weights"
+"""The column of the weights of the rollout correction, jagged (batch, response length)."""
+
+
+def distillation_loss(*, data: Any, **arguments: Any) -> Any:
+    """Compute verl's `distillation_ppo_loss`, whose policy gradient cannot read jagged weights.
+
+    It is also called for the logits of a micro-batch, which the engine does not keep.
+    """
+    if WEIGHTS in data and data[WEIGHTS].is_nested:
+        data = data.copy()
+        data[WEIGHTS] = data[WEIGHTS].to_padded_tensor(0.0)
+    return distillation_ppo_loss(data=data, **arguments)
 
 
 def _registered(name: str) -> Callable[[Callable[..., LossesAndMetrics]], Callable[..., LossesAndMetrics]]:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
@@ -33,6 +34,7 @@ from ..store.sample_store import count_cores_once
 from ..weights.host_memory_service import HostMemories
 from .expert_load import ExpertLoad
 from .fsdp_shards import TrainingRanks
+from .loss_registry import distillation_loss
 from .megatron.replay import replays, require_routes
 from .megatron.rotary import set_rotary_base
 from .packed_sequences import register_attention
@@ -131,6 +133,8 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         if "actor" in self.role and self.loss_fn.func is ppo_loss:
             self._updated = UpdateLogProbs()
             self.actor.set_loss_fn(partial(self._updated, **self.loss_fn.keywords))
+        elif "actor" in self.role and self.loss_fn.func is distillation_ppo_loss:
+            self.actor.set_loss_fn(partial(distillation_loss, **self.loss_fn.keywords))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from decimal import Decimal
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.async_pipeline.core.groups.bad_data import BadData, Policies
+from recipe.async_pipeline.core.groups.bad_data import BadData, Flaw, Policies
 from recipe.async_pipeline.core.groups.items import Group, Prompt, Trajectory
 from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.core.lag.token_spans import plain
@@ -29,6 +30,8 @@ def generated(
     *infos: dict[str, Any],
     payload: Any = None,
     bad_data: Any = None,
+    ask_teacher: Any = None,
+    calls: Any = None,
 ) -> tuple[Any, Group]:
     """Return a Generation that filters by `metric`, and its group of responses with these values."""
     answers = load("recipe.async_pipeline.verl_bridge.agent_loop.responses")
@@ -41,11 +44,12 @@ def generated(
     async def run_group(*args: Any) -> Any:
         return done
 
-    quiet = SimpleNamespace(finished=lambda *args: None, redundant=lambda found: None)
+    names = ("finished", "redundant", "discarded")
+    quiet = SimpleNamespace(**dict.fromkeys(names, lambda *args: None))
     made = module.Generation(
-        manager=SimpleNamespace(run_group=run_group),
+        manager=SimpleNamespace(run_group=run_group, ask_teacher=ask_teacher),
         prompts=SimpleNamespace(begin=lambda prompt: {}, identity=lambda uid: uid),
-        calls=SimpleNamespace(timeout_s=HANG_S),
+        calls=calls or SimpleNamespace(timeout_s=HANG_S),
         stages=None,
         meters=quiet,
         bad_data=bad_data or SimpleNamespace(refuse=lambda identity: None, judge=lambda *args: None),
@@ -105,6 +109,43 @@ def test_a_row_that_is_no_prompt_costs_its_group_alone(module: ModuleType, load:
         BadDataError, match="group u is bad: unusable_prompt: row 7: broken; set faults.bad_data"
     ):
         generated(module, load, "acc", payload={module.FLAW: "row 7: broken"}, bad_data=strict)
+
+
+class Calls:
+    """Calls in a thread, which are noted instead."""
+
+    timeout_s = HANG_S
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    async def __call__(self, call: Any, **arguments: Any) -> None:
+        self.made.append((call.__name__, arguments["keys"]))
+
+
+@pytest.mark.parametrize("policy", ["drop", "fail"])
+def test_a_group_that_its_teacher_cannot_read_fails_without_its_samples(
+    module: ModuleType, load: Load, policy: Any
+) -> None:
+    bad_data = BadData(Policies(teacher_logprobs=policy).by_kind("fail"), attempts=3)
+    answers, calls = [list[Flaw](), [Flaw("teacher_logprobs", "no log-probs")]], Calls()
+
+    async def ask_teacher(keys: list[str]) -> list[Flaw]:
+        assert keys == ["u_0_0", "u_1_0"]
+        return answers.pop(0)
+
+    told = {"bad_data": bad_data, "ask_teacher": ask_teacher, "calls": calls}
+    made, group = generated(module, load, "acc", {"acc": 0.0}, {"acc": 1.0}, **told)
+    assert asyncio.run(made.ask_teacher(group)) == replace(group, taught=True) and not calls.made
+    if policy == "fail":
+        with pytest.raises(BadDataError, match="group u is bad: teacher_logprobs: no log-probs; set faults"):
+            asyncio.run(made.ask_teacher(group))
+        return
+    read = asyncio.run(made.ask_teacher(group))
+    assert read.flaw == "teacher_logprobs: no log-probs" and made.rejects(read) == "failed"
+    assert calls.made == [("kv_clear", ["u_0_0", "u_1_0"])]
+    asyncio.run(made.discard(read))
+    assert len(calls.made) == 1, "nothing is left to be cleared"
 
 
 class Store:

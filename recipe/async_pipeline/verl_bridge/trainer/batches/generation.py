@@ -128,6 +128,18 @@ class Generation:
         flaw, again = self._bad_data.judge(prompt.uid, identity, facts.flaws) or ("", False)
         return replace(group, trajectories=trajectories, flaw=flaw, again=again)
 
+    async def ask_teacher(self, group: Group) -> Group:
+        """Return a finished group whose teacher's log-probs are in the sample store, or with a flaw and
+        without samples.
+        """
+        keys = [one.key for one in group.trajectories]
+        flaws = await self._manager.ask_teacher(keys)
+        verdict = self._bad_data.judge(group.uid, self._prompts.identity(group.uid), flaws)
+        if verdict is None:
+            return replace(group, taught=True)
+        await self.discard(group)
+        return replace(group, flaw=verdict.why)
+
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         """Return why a finished group is not trained, or None if it is.
 
