@@ -287,6 +287,7 @@ OF_OTHERS: Mapping[str, set[str]] = {
         *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias"),
     },
     "verl_bridge/rollout/vllm/block_fp8.py": {"_scale_inv"},  # see BUILT_NAMES
+    "verl_bridge/rollout/vllm/cpu_convolution.py": {"is_vnni", "is_weight_packed"},  # of other releases, one
     "verl_bridge/rollout/vllm/engine.py": {"drain", "freeze"},  # this package's
     "verl_bridge/rules/expert_backends.py": {"vllm", "sglang", "flashinfer"},  # engines, and a beginning
     "verl_bridge/rules/engine_memory.py": {"vllm", "sglang"},

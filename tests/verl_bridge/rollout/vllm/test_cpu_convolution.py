@@ -54,6 +54,8 @@ def test_kernels_get_the_weight_as_it_was_loaded(
     weight = torch.randn(DIM, 1, WIDTH)
     with replaced.applied(PART):
         getattr(vllm_ops, name)(x="rows", weight=weight, **{packed: True})
+        with pytest.raises(TypeError, match="neither is_vnni nor is_weight_packed"):
+            getattr(vllm_ops, name)(x="rows", weight=weight)
     (call,) = calls
     assert call.pop("weight").equal(weight[:, 0]) and call == {"x": "rows", packed: False}
 

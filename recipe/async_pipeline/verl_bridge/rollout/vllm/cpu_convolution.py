@@ -30,6 +30,10 @@ def of_unpacked(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel of vLLM's convolutions, called with the weight of a layer instead of a packed one."""
 
     def causal_conv1d(*, weight: torch.Tensor, **others: Any) -> Any:
+        if not {*others} & {*PACKED}:
+            raise TypeError(
+                f"vLLM's convolution has neither {' nor '.join(PACKED)} to say that it is not packed"
+            )
         unpacked = {name: False if name in PACKED else value for name, value in others.items()}
         return stock(weight=weight.flatten(1), **unpacked)
 
