@@ -100,12 +100,13 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
     [
         (
             ["--task"],
-            "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look or words, got",
+            "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look, words or "
+            "distill, got",
         ),
         (
             ["--task", "chess"],
-            "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look or words, "
-            "got 'chess'",
+            "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look, words or "
+            "distill, got 'chess'",
         ),
         (["--model"], "--model must be dense or moe, or qwen2.5-vl or qwen3-vl for look, got"),
         (["--task", "addition", "--model", "sparse"], "or qwen2.5-vl or qwen3-vl for look, got 'sparse'"),
