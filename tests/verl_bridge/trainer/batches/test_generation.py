@@ -136,7 +136,10 @@ def test_a_group_that_its_teacher_cannot_read_fails_without_its_samples(
 
     told = {"bad_data": bad_data, "ask_teacher": ask_teacher, "calls": calls}
     made, group = generated(module, load, "acc", {"acc": 0.0}, {"acc": 1.0}, **told)
-    assert asyncio.run(made.ask_teacher(group)) == replace(group, taught=True) and not calls.made
+    group = replace(group, payload=[["responses"]])
+    columns = ["responses", "teacher_ids", "teacher_logprobs"]
+    assert asyncio.run(made.ask_teacher(group)) == replace(group, taught=True, payload=[columns])
+    assert not calls.made, "a checkpoint writes the columns that are named"
     if policy == "fail":
         with pytest.raises(BadDataError, match="group u is bad: teacher_logprobs: no log-probs; set faults"):
             asyncio.run(made.ask_teacher(group))

@@ -26,7 +26,7 @@ from ....errors import RolloutError
 from ....observe.run_directory.agent_output import FailedAttempt
 from ...agent_loop.manager import PushAgentLoopManager
 from ...reward.batch_scoring import score_batch
-from ...store.sample_columns import PARTITION
+from ...store.sample_columns import PARTITION, TEACHER_IDS, TEACHER_LOG_PROBS
 from ..calls import BlockingCalls
 from ..reporting.sample_metrics import SampleMeters
 from .data_rows import FLAW
@@ -136,7 +136,9 @@ class Generation:
         flaws = await self._manager.ask_teacher(keys)
         verdict = self._bad_data.judge(group.uid, self._prompts.identity(group.uid), flaws)
         if verdict is None:
-            return replace(group, taught=True)
+            # Checkpoints have the columns that the group names.
+            columns = [[*names, TEACHER_IDS, TEACHER_LOG_PROBS] for names in group.payload]
+            return replace(group, taught=True, payload=columns)
         await self.discard(group)
         return replace(group, flaw=verdict.why)
 
