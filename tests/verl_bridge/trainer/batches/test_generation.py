@@ -140,6 +140,7 @@ def test_a_group_that_its_teacher_cannot_read_fails_without_its_samples(
     columns = ["responses", "teacher_ids", "teacher_logprobs"]
     assert asyncio.run(made.ask_teacher(group)) == replace(group, taught=True, payload=[columns])
     assert not calls.made, "a checkpoint writes the columns that are named"
+    assert bad_data.state()["groups"] == 1, "of generation"
     if policy == "fail":
         with pytest.raises(BadDataError, match="group u is bad: teacher_logprobs: no log-probs; set faults"):
             asyncio.run(made.ask_teacher(group))

@@ -134,11 +134,12 @@ class Generation:
         """
         keys = [one.key for one in group.trajectories]
         flaws = await self._manager.ask_teacher(keys)
-        verdict = self._bad_data.judge(group.uid, self._prompts.identity(group.uid), flaws)
-        if verdict is None:
+        if not flaws:  # the group was counted when it was generated
             # Checkpoints have the columns that the group names.
             columns = [[*names, TEACHER_IDS, TEACHER_LOG_PROBS] for names in group.payload]
             return replace(group, taught=True, payload=columns)
+        verdict = self._bad_data.judge(group.uid, self._prompts.identity(group.uid), flaws)
+        assert verdict is not None, "no policy keeps such a group"
         await self.discard(group)
         return replace(group, flaw=verdict.why)
 

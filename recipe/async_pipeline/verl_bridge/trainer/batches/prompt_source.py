@@ -146,8 +146,10 @@ class PromptSource:
         return self._places[uid]
 
     def identity(self, uid: str) -> str:
-        """Return what identifies the prompt of a uid in every epoch."""
-        return self._identities[uid]
+        """Return what identifies the prompt of a uid in every epoch; of a group that an earlier process has
+        finished, its uid.
+        """
+        return self._identities.get(uid, uid)
 
     def settled(self, settled: Settlement) -> None:
         """Forget prompts that have a fate. Called by the register of fates."""
