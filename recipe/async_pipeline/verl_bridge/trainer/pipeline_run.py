@@ -60,6 +60,7 @@ from ..process.interrupts import until_cancelled
 from ..rollout.elasticity import Elasticity
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import room_by_node
+from ..rollout.teachers import Teachers
 from ..rules.diffusers_rules import draws_images
 from ..store import sample_store
 from ..store.sample_columns import PARTITION
@@ -149,10 +150,16 @@ class PipelineRun:
     def connect(self) -> None:
         """Connect verl's workers, which have started, with the rollout servers, and wait for these."""
         self.startup.servers.attach(self.verl.llm_server_manager.global_load_balancer)
+        self.teachers = Teachers(
+            self.verl.teacher_model_manager.teacher_model_managers if self.verl.use_teacher_policy else {},
+            say,
+            partial(self._note, "teacher"),
+            self.knobs.faults.wait_timeout_s,
+        )
         PushAgentLoopManager.start_early(
             config=self.config,
             llm_client=self.startup.servers.get_client(),
-            teacher_client=self.verl.get_teacher_client(),
+            teacher_client=self.teachers.clients(self.config) if self.verl.use_teacher_policy else None,
             reward_loop_worker_handles=self.verl.get_reward_handles(),
         )
 
@@ -528,7 +535,8 @@ class PipelineRun:
         say(f"weight updates are now {change.level.name.lower().replace('_', '-')}: {change.why}")
 
     async def watch(self) -> None:
-        await all_of(self.rollout_pool.watch(), self.elasticity.run(), self.report.watch())
+        watched = (self.rollout_pool, self.teachers, self.report)
+        await all_of(*(one.watch() for one in watched), self.elasticity.run())
 
     async def validate(self, version: int) -> float | None:
         """Validate a version that replicas have just loaded, if it is due. They keep it meanwhile.

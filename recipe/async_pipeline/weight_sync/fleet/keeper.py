@@ -160,7 +160,7 @@ class Keeper:
                 await within(self.consumer.end(), ASK_S, owner="the pipeline", what=f"the end of {self.name}")
             self.member.reading = None
             self._shared.changed.notify()
-            await asyncio.sleep(_back_off_s(len(self._falls) + self._attempt - 1))
+            await asyncio.sleep(back_off_s(len(self._falls) + self._attempt - 1))
         await within(
             self.consumer.start(),
             self._shared.restart_timeout_s,
@@ -382,6 +382,6 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {text.strip().partition(chr(10))[0]}"
 
 
-def _back_off_s(failures: int) -> float:
+def back_off_s(failures: int) -> float:
     """Return the delay before restarting a consumer that has failed this many times."""
     return 0.0 if failures < 2 else min(BACK_OFF_S * 2.0 ** (failures - 2), LONGEST_BACK_OFF_S)
