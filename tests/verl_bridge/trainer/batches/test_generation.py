@@ -147,9 +147,9 @@ def test_a_group_that_its_teacher_cannot_read_fails_without_its_samples(
         return
     read = asyncio.run(made.ask_teacher(group))
     assert read.flaw == "teacher_logprobs: no log-probs" and made.rejects(read) == "failed"
-    assert calls.made == [("kv_clear", ["u_0_0", "u_1_0"])]
+    assert not calls.made, "a checkpoint may still name its samples"
     asyncio.run(made.discard(read))
-    assert len(calls.made) == 1, "nothing is left to be cleared"
+    assert calls.made == [("kv_clear", ["u_0_0", "u_1_0"])]
 
 
 class Store:

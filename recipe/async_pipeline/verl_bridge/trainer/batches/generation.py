@@ -129,9 +129,7 @@ class Generation:
         return replace(group, trajectories=trajectories, flaw=flaw, again=again)
 
     async def ask_teacher(self, group: Group) -> Group:
-        """Return a finished group whose teacher's log-probs are in the sample store, or with a flaw and
-        without samples.
-        """
+        """Return a finished group whose teacher's log-probs are in the sample store, or with a flaw."""
         keys = [one.key for one in group.trajectories]
         flaws = await self._manager.ask_teacher(keys)
         if not flaws:  # the group was counted when it was generated
@@ -140,8 +138,7 @@ class Generation:
             return replace(group, taught=True, payload=columns)
         verdict = self._bad_data.judge(group.uid, self._prompts.identity(group.uid), flaws)
         assert verdict is not None, "no policy keeps such a group"
-        await self.discard(group)
-        return replace(group, flaw=verdict.why)
+        return replace(group, flaw=verdict.why, taught=True)
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         """Return why a finished group is not trained, or None if it is.
@@ -158,7 +155,7 @@ class Generation:
     async def discard(self, group: Group) -> None:
         """Free the samples of a group that is not trained."""
         self._meters.discarded(group.uid)
-        if group.flaw:  # its samples were never stored
+        if group.flaw and not group.taught:  # its samples were never stored
             return
         await self._calls(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 
