@@ -24,6 +24,7 @@ from pyarrow import parquet
 from recipe.async_pipeline.checkpoint.store import published
 from recipe.async_pipeline.tools.ledger.file import audit_file
 from tests.e2e.job import LOOK, Event, Job, run_job
+from tests.e2e.job import kill_all as kill_processes
 from tests.e2e.resumes import COMPARED, STEPS, command, ended_well, kill_all, losses, weights
 from tests.e2e.weights import assert_equal_bits, assert_same_weights
 
@@ -78,10 +79,11 @@ def assert_kills_change_nothing(
     *overrides: str,
     compared: Sequence[str] = COMPARED,
     groups: int = 16,
+    events: Sequence[Event] = (),
 ) -> Job:
     """Compare a run that is killed at `KILLS` random moments with an undisturbed run, and return the latter.
 
-    `groups`: of a step, as the overrides have it.
+    `groups`: of a step, as the overrides have it. `events`: before each kill.
     """
     steps = KILLS + 4
     delays_s = [random.uniform(0.0, AFTER_S) for _ in range(KILLS)]
@@ -107,7 +109,8 @@ def assert_kills_change_nothing(
         steps=steps,
     )
     for delay_s in delays_s:
-        job = run_job(again, killed / "run", task, events=[killed_at(None, killed / "run", delay_s, steps)])
+        killing = killed_at(None, killed / "run", delay_s, steps)
+        job = run_job(again, killed / "run", task, events=[*events, killing])
         assert job.status != 0
     last = run_job(again, killed / "run", task)
     ended_well(last, steps, groups)
@@ -144,6 +147,26 @@ def test_killed_at_random_moments_with_rejected_tokens_and_an_adaptive_kl(
     rows = losses(undisturbed, (KL_COEFFICIENT, REJECTED))
     assert len({row[KL_COEFFICIENT] for row in rows}) > len(rows) / 2, "the coefficient adapts"
     assert any(0 < row[REJECTED] < 1 for row in rows), "some tokens are rejected"
+
+
+def test_killed_at_random_moments_with_a_teacher_that_died_before(
+    untied_task: Path, untied_model: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "killed" / "run"
+    assert_kills_change_nothing(
+        untied_task,
+        tmp_path,
+        "distillation.enabled=true",
+        f"distillation.teacher_models.teacher_model.model_path={untied_model / 'model'}",
+        "distillation.teacher_models.teacher_model.inference.max_num_seqs=1",
+        "distillation.distillation_loss.loss_mode=forward_kl_topk",
+        "distillation.distillation_loss.topk=4",
+        "ray_kwargs.ray_init.num_gpus=3",
+        compared=(*COMPARED, "actor/distillation/loss"),
+        events=[Event(" 1/", kill_processes("vLLMHttpServer", run_dir))],
+    )
+    restarted = [event["event"] for event in Job(0, "", run_dir).events() if event["role"] == "teacher"]
+    assert [one for one in restarted if one in ("FENCED", "REJOINED")] == ["FENCED", "REJOINED"] * KILLS
 
 
 def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_over(
