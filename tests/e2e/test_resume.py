@@ -152,7 +152,6 @@ def test_killed_at_random_moments_with_rejected_tokens_and_an_adaptive_kl(
 def test_killed_at_random_moments_with_a_teacher_that_died_before(
     untied_task: Path, untied_model: Path, tmp_path: Path
 ) -> None:
-    run_dir = tmp_path / "killed" / "run"
     assert_kills_change_nothing(
         untied_task,
         tmp_path,
@@ -163,10 +162,11 @@ def test_killed_at_random_moments_with_a_teacher_that_died_before(
         "distillation.distillation_loss.topk=4",
         "ray_kwargs.ray_init.num_gpus=3",
         compared=(*COMPARED, "actor/distillation/loss"),
-        events=[Event(" 1/", kill_processes("vLLMHttpServer", run_dir))],
+        events=[
+            Event(" 1/", kill_processes("vLLMHttpServer", tmp_path / "killed" / "run")),
+            Event(" reads again"),
+        ],
     )
-    restarted = [event["event"] for event in Job(0, "", run_dir).events() if event["role"] == "teacher"]
-    assert [one for one in restarted if one in ("FENCED", "REJOINED")] == ["FENCED", "REJOINED"] * KILLS
 
 
 def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_over(
