@@ -18,6 +18,8 @@ DEFAULT = "teacher_model"
 TOPK = "forward_kl_topk"
 LOSSES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", TOPK)
 """verl's losses of distillation."""
+VERLS_DEFAULTS = {"prompt_length": 512, "response_length": 512, "tensor_model_parallel_size": 2}
+"""What verl's section of an engine has for keys that a further teacher leaves out."""
 _SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
 ROWS: tuple[Refusal, ...] = (
@@ -78,7 +80,7 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     keys = Counter(str(one.get("key")) for one in teachers.values())
     length = sum(int(select(config, f"data.max_{part}_length")) for part in ("prompt", "response")) + 1
     for name, one in teachers.items():
-        path, inference = f"{MODELS}.{name}", one["inference"]
+        path, inference = f"{MODELS}.{name}", _inference(one)
         if (engine := inference.get("name")) not in ("vllm", "sglang"):
             yield f"{path}.inference.name must be vllm or sglang, got {engine!r}; set it"
         if several and (one.get("key") is None or keys[str(one.get("key"))] > 1):
@@ -86,10 +88,19 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
                 f"{path}.key must name the value of the data's {select(config, f'{SECTION}.teacher_key')} "
                 f"that this teacher is for, and no other has, got {one.get('key')!r}; set it"
             )
-        if (most := inference.get("max_model_len")) is not None and int(most) < length:
+        parts = [int(inference[f"{part}_length"]) for part in ("prompt", "response")]
+        if (most := inference.get("max_model_len")) is None:
+            continue
+        if int(most) < length:
             yield (
                 f"{path}.inference.max_model_len must be at least {length}, a prompt, a response and a "
                 f"token, got {most}; raise it"
+            )
+        elif int(most) <= sum(parts):
+            yield (
+                f"{path}.inference.max_model_len must be greater than its prompt_length {parts[0]} + "
+                f"response_length {parts[1]}, got {most}; set them to the ones of data.max_prompt_length and "
+                "data.max_response_length"
             )
     devices = int(select(config, f"{SECTION}.nnodes")) * int(select(config, f"{SECTION}.n_gpus_per_node"))
     sizes = {name: _devices(one) for name, one in teachers.items()}
@@ -112,5 +123,10 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _devices(teacher: Mapping[str, Any]) -> int:
     """Return the devices of one replica."""
-    tensor, data, pipeline = (int(teacher["inference"].get(key) or 1) for key in _SIZES)
+    inference = _inference(teacher)
+    tensor, data, pipeline = (int(inference.get(key) or 1) for key in _SIZES)
     return tensor * data * pipeline
+
+
+def _inference(teacher: Mapping[str, Any]) -> dict[str, Any]:
+    return {**VERLS_DEFAULTS, **(teacher.get("inference") or {})}
