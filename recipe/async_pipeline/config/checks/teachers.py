@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..paths import select
-from .refusals import Refusal, Settings, any_of, must_be_one_of, must_be_positive, other_than, refuse
+from .refusals import Refusal, Settings, any_of, must_be, must_be_one_of, must_be_positive, other_than, refuse
 
 SECTION = "distillation"
 MODELS, LOSS = f"{SECTION}.teacher_models", f"{SECTION}.distillation_loss"
@@ -18,15 +18,18 @@ DEFAULT = "teacher_model"
 TOPK = "forward_kl_topk"
 LOSSES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", TOPK)
 """verl's losses of distillation."""
-VERLS_DEFAULTS = {"prompt_length": 512, "response_length": 512, "tensor_model_parallel_size": 2}
-"""What verl's section of an engine has for keys that a further teacher leaves out."""
+VERLS_TENSOR_SIZE = 2
+"""verl's default for a teacher that is added without this size."""
 _SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
+DEVICES: tuple[Refusal, ...] = tuple(
+    must_be_positive(f"{SECTION}.{key}", "set the devices of the teachers")
+    for key in ("nnodes", "n_gpus_per_node")
+)
+ELSEWHERE: tuple[Refusal, ...] = (
+    must_be(f"{SECTION}.nnodes", 0, remedy="set it", where="with teachers that other servers serve"),
+)
 ROWS: tuple[Refusal, ...] = (
-    *(
-        must_be_positive(f"{SECTION}.{key}", "set the devices of the teachers")
-        for key in ("nnodes", "n_gpus_per_node")
-    ),
     Refusal(
         "actor_rollout_ref.rollout.name",
         other_than("diffusers"),
@@ -62,11 +65,17 @@ def teachers_of(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return {name: one for name, one in found.items() if len(found) == 1 or name != DEFAULT}
 
 
+def servers_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the addresses of servers that serve teachers, by the name of the teacher."""
+    paths = {name: str(one.get("model_path")) for name, one in teachers_of(config).items()}
+    return {name: path for name, path in paths.items() if path.startswith(("http://", "https://"))}
+
+
 def check_teachers(config: Mapping[str, Any]) -> None:
     """Raises ConfigError if a run could not distil as its resolved config says."""
     if not select(config, f"{SECTION}.enabled"):
         return
-    refuse(ROWS, Settings(config))
+    refuse((*(ELSEWHERE if servers_of(config) else DEVICES), *ROWS), Settings(config))
     if problems := [*_problems(config)]:
         raise ConfigError(*problems)
 
@@ -77,10 +86,15 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"{LOSS}.loss_mode must be one of {', '.join(LOSSES)}, got {loss!r}; correct it"
     teachers = teachers_of(config)
     several = len(teachers) > 1
+    if (elsewhere := servers_of(config)) and (own := teachers.keys() - elsewhere):
+        yield (
+            f"{MODELS} must be served by this run, or all by other servers, got {len(own)} by this run and "
+            f"{len(elsewhere)} by others; serve {', '.join(sorted(own))} elsewhere too"
+        )
     keys = Counter(str(one.get("key")) for one in teachers.values())
     length = sum(int(select(config, f"data.max_{part}_length")) for part in ("prompt", "response")) + 1
     for name, one in teachers.items():
-        path, inference = f"{MODELS}.{name}", _inference(one)
+        path, inference = f"{MODELS}.{name}", one.get("inference") or {}
         if (engine := inference.get("name")) not in ("vllm", "sglang"):
             yield f"{path}.inference.name must be vllm or sglang, got {engine!r}; set it"
         if several and (one.get("key") is None or keys[str(one.get("key"))] > 1):
@@ -88,19 +102,10 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
                 f"{path}.key must name the value of the data's {select(config, f'{SECTION}.teacher_key')} "
                 f"that this teacher is for, and no other has, got {one.get('key')!r}; set it"
             )
-        parts = [int(inference[f"{part}_length"]) for part in ("prompt", "response")]
-        if (most := inference.get("max_model_len")) is None:
-            continue
-        if int(most) < length:
+        if (most := inference.get("max_model_len")) is not None and int(most) < length:
             yield (
                 f"{path}.inference.max_model_len must be at least {length}, a prompt, a response and a "
                 f"token, got {most}; raise it"
-            )
-        elif int(most) <= sum(parts):
-            yield (
-                f"{path}.inference.max_model_len must be greater than its prompt_length {parts[0]} + "
-                f"response_length {parts[1]}, got {most}; set them to the ones of data.max_prompt_length and "
-                "data.max_response_length"
             )
     devices = int(select(config, f"{SECTION}.nnodes")) * int(select(config, f"{SECTION}.n_gpus_per_node"))
     sizes = {name: _devices(one) for name, one in teachers.items()}
@@ -123,10 +128,6 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _devices(teacher: Mapping[str, Any]) -> int:
     """Return the devices of one replica."""
-    inference = _inference(teacher)
+    inference = {_SIZES[0]: VERLS_TENSOR_SIZE, **(teacher.get("inference") or {})}
     tensor, data, pipeline = (int(inference.get(key) or 1) for key in _SIZES)
     return tensor * data * pipeline
-
-
-def _inference(teacher: Mapping[str, Any]) -> dict[str, Any]:
-    return {**VERLS_DEFAULTS, **(teacher.get("inference") or {})}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..checks.refusals import Refusal
 from ..checks.rollout_correction import IS_LEVELS, correcting_loss
+from ..checks.teachers import DEFAULT, MODELS, teachers_of
 from ..checks.verl_values import CONTENTS
 from ..derived.adapters import MODEL, publishes_adapters
 from ..paths import MODE, OWN, PATCH_FREE, select
@@ -332,6 +333,7 @@ def corrected(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         | correcting_loss(raw)
         | _served(raw)
         | _reward_model(raw)
+        | _further_teachers(raw)
         | _longest_response(raw)
         | _micro_batches(raw)
         | _sizes_of_critic(raw)
@@ -390,6 +392,20 @@ def _served(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     load = f"{_ROLLOUT}.load_format"
     if _publishes(raw) and select(raw, load) == "dummy":
         found[load] = "auto", "the base of adapters is not published"
+    return found
+
+
+def _further_teachers(raw: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Complete teachers that were added, whose sections have the defaults of a policy's engine."""
+    found: dict[str, tuple[Any, str]] = {}
+    for name in teachers_of(raw):
+        section = f"{MODELS}.{name}.inference"
+        if name != DEFAULT and select(raw, f"{section}.load_format") is None:
+            found[f"{section}.load_format"] = "auto", "by default its weights would be random"
+        for part in ("prompt", "response"):
+            longest = select(raw, f"data.max_{part}_length")
+            if name != DEFAULT and select(raw, f"{section}.{part}_length") is None:
+                found[f"{section}.{part}_length"] = longest, f"it is data.max_{part}_length"
     return found
 
 
