@@ -72,7 +72,7 @@ class Watched:
 
     def __init__(self, load: Load, monkeypatch: pytest.MonkeyPatch, refuses: int = 0) -> None:
         self._module = load("recipe.async_pipeline.verl_bridge.rollout.teachers")
-        monkeypatch.setattr(self._module.ray, "kill", lambda server: vars(server).update(killed=True))
+        monkeypatch.setattr(self._module.ray, "kill", lambda server: setattr(server, "killed", True))
         self.replica, self.listed = Replica(refuses), {"first"}
         self.said: list[str] = []
         self.noted: list[tuple[str, str]] = []

@@ -103,7 +103,7 @@ class Group:
     took_ms: tuple[float, ...] = ()
     """What the gateway added to each request of its episodes, in ms."""
     taught: bool = False
-    """Whether its teacher was asked: the sample store has the log-probs, unless the group has a flaw."""
+    """Whether its teacher has read it: the sample store has the log-probs, unless the group has a flaw."""
     payload: Any = None
     """Opaque to the core: what the trainer needs to find its samples."""
 

@@ -25,11 +25,12 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from ...config.checks.refusals import UNREADABLE
-from ...config.checks.teachers import MODELS, teachers_of
+from ...config.checks.teachers import LOSS, MODELS, TOPK, servers_of, teachers_of
 from ...config.checks.training_engine import OTHERS, SHARDED
 from ...config.derived.adapters import ALL_LINEAR, adapter_rank, count_adapter_parameters
 from ...config.paths import OWN, hint, select
 from ...errors import ConfigError
+from ..rollout.teacher_server import why_not
 from ..rules.megatron_rules import makes_adapters
 from ..rules.model_rules import HUB_NAME, cached_config
 from .chat_check import why_no_chat
@@ -86,13 +87,14 @@ def faults(
     models = [] if images else [f"{MODEL}.path"]
     models += ["critic.model.path"] if critic and not images else []
     models += ["reward.reward_model.model_path"] if select(config, "reward.reward_model.enable") else []
-    models += [f"{MODELS}.{name}.model_path" for name in teachers_of(config)]
+    models += [f"{MODELS}.{name}.model_path" for name in teachers_of(config).keys() - servers_of(config)]
     elsewhere = any(select(config, f"{one}.megatron.use_dist_checkpointing") for one in TRAINED)
     yield from each(
         faults_of_data(config, scored=scored or images),
         *(_faults_of_model(key, select(config, key), weights=not elsewhere) for key in models),
         () if images else _faults_of_tokenizer(config),
         _faults_of_vocabularies(config),
+        _faults_of_servers(config),
         () if images else _faults_of_targets(config),
         _faults_of_trackers(config),
         _faults_of_checkpoint(config),
@@ -274,9 +276,28 @@ def _faults_of_vocabularies(config: Mapping[str, Any]) -> Iterator[InputFault]:
             )
 
 
+def _faults_of_servers(config: Mapping[str, Any]) -> Iterator[InputFault]:
+    """Ask the servers of teachers about some tokens."""
+    likely = int(select(config, f"{LOSS}.topk")) if select(config, f"{LOSS}.loss_mode") == TOPK else 0
+    path = select(config, f"{MODEL}.tokenizer_path") or select(config, f"{MODEL}.path")
+    for name, url in servers_of(config).items():
+        file = _tokenizer_file(path)
+        if why := why_not(url, likely, Tokenizer.from_file(str(file)) if file.is_file() else None):
+            key = f"{MODELS}.{name}.model_path"
+            yield InputFault(
+                f"{key} must be a server that returns log-probs of prompts, got {url}: {why}; correct it, or "
+                f"start vllm serve MODEL --max-logprobs {max(1, likely)}",
+                f"{key}={url}, where no such server answers from here",
+            )
+
+
+def _tokenizer_file(path: Any) -> Path:
+    return Path(str(path)).expanduser() / "tokenizer.json"
+
+
 def _vocabulary(path: Any) -> Mapping[str, int]:
     """Return the tokens of a model's folder and their numbers; none if the folder has no fast tokenizer."""
-    file = Path(str(path)).expanduser() / "tokenizer.json"
+    file = _tokenizer_file(path)
     return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else {}
 
 

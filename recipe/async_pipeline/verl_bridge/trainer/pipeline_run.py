@@ -151,7 +151,7 @@ class PipelineRun:
         """Connect verl's workers, which have started, with the rollout servers, and wait for these."""
         self.startup.servers.attach(self.verl.llm_server_manager.global_load_balancer)
         self.teachers = Teachers(
-            self.verl.teacher_model_manager.teacher_model_managers if self.verl.use_teacher_policy else {},
+            getattr(self.verl.teacher_model_manager, "teacher_model_managers", {}),
             say,
             partial(self._note, "teacher"),
             self.knobs.faults.wait_timeout_s,
@@ -159,7 +159,7 @@ class PipelineRun:
         PushAgentLoopManager.start_early(
             config=self.config,
             llm_client=self.startup.servers.get_client(),
-            teacher_client=self.teachers.clients(self.config) if self.verl.use_teacher_policy else None,
+            teacher_client=self.teachers.clients(self.config),
             reward_loop_worker_handles=self.verl.get_reward_handles(),
         )
 

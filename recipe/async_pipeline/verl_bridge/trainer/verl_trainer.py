@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from ...config.checks.teachers import servers_of
 from ...core.schedule import Schedule
 from ...installed.patch_state import require_known
 from ...installed.verl import find_verl_root
@@ -42,6 +44,8 @@ class VerlTrainer(PPOTrainer):
     run_class: ClassVar[type[PipelineRun]] = PipelineRun
     """The run of a custom trainer class."""
 
+    use_teacher_policy: bool
+    """Whether the run distills."""
     trainer_mode: str
     """verl's name for the strategy; several of its methods check whether it is `sync`."""
 
@@ -73,7 +77,11 @@ class VerlTrainer(PPOTrainer):
         template_check.warn(self.config, self.tokenizer, say)
 
     def _init_resource_pool_mgr(self) -> None:
+        if elsewhere := bool(servers_of(self.config)):
+            self.config.distillation.enabled = False  # else verl requires devices
         super()._init_resource_pool_mgr()
+        if elsewhere:
+            self.config.distillation.enabled = True
         self.pipeline.startup.place_workers(self.role_worker_mapping, self.resource_pool_manager)
 
     def _load_checkpoint(self) -> None:
@@ -83,7 +91,12 @@ class VerlTrainer(PPOTrainer):
         """Start training workers and rollout servers concurrently: they do not depend on each other."""
         with causes():
             say("starting training workers and rollout servers")
+            if elsewhere := bool(servers_of(self.config)):
+                self.use_teacher_policy = False  # else verl starts replicas
             super()._setup()
+            if elsewhere:
+                self.use_teacher_policy = True
+                self.distillation_config = omega_conf_to_dataclass(self.config.distillation)
             say("training workers are up")
             self.pipeline.connect()
 
@@ -100,6 +113,9 @@ class VerlTrainer(PPOTrainer):
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         return self.pipeline.log_probs.compute_reference(batch)
+
+    def get_teacher_client(self) -> dict[str, Any] | None:
+        return self.pipeline.teachers.clients(self.config)
 
     def get_llm_client(self) -> LLMServerClient:
         return self.pipeline.startup.servers.get_client()
