@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -169,10 +169,24 @@ class Ended:
     """Whether a file could not be collected."""
     unfinished: str | None = None
     """The test in which the process ended."""
+    reached_end: bool = False
+    """Whether the session of pytest ended before its process."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all is well: a test may end its process with status 0."""
+        return self.status == 0 and (self.reached_end or not self.stage.of_tests)
 
     @property
     def failed_by_tests_only(self) -> bool:
-        return self.stage.of_tests and self.status == 1 and bool(self.failures) and not self.broken
+        told = self.stage.of_tests and self.status == 1 and bool(self.failures)
+        return told and self.reached_end and not self.broken
+
+    @property
+    def why(self) -> str:
+        """Why it failed, if it was not by tests only."""
+        early = " before the end of its session" if self.stage.of_tests and not self.reached_end else ""
+        return f"exit status {self.status}{early}{f', in {self.unfinished}' if self.unfinished else ''}"
 
 
 class Killed(BaseException):
@@ -352,7 +366,7 @@ class _Lane(threading.Thread):
         ended = Ended(stage, status, seconds)
         _read_record(record, ended)
         ended.unfinished = _current_test(record)
-        verdict = "passed" if status == 0 else "FAILED"
+        verdict = "passed" if ended.passed else "FAILED"
         self._say(
             f"== {stage.name}: {verdict}{'' if stage.decides else ' (does not decide)'}, {seconds:.0f} s"
         )
@@ -400,7 +414,7 @@ class _Lane(threading.Thread):
                 self._process.send_signal(signal.SIGABRT if of_tests else signal.SIGTERM)
 
 
-def _events(record: Path | None) -> Iterator[dict[str, str]]:
+def _events(record: Path | None) -> Iterator[dict[str, Any]]:
     """Yield the complete lines of a record."""
     if record is None or not record.exists():
         return
@@ -429,6 +443,8 @@ def _read_record(record: Path, ended: Ended) -> None:
             ended.durations[event["test"]] = float(event["seconds"])
         elif "error" in event:
             ended.broken = True
+        elif "end" in event:
+            ended.reached_end = True
 
 
 @dataclass
@@ -444,7 +460,7 @@ class Verdict:
 def judge(run: Run) -> Verdict:
     """Let failed tests run again if nothing else has failed, and return the verdict."""
     verdict = Verdict()
-    failed = [ended for ended in run.ended if ended.status and ended.stage.decides]
+    failed = [ended for ended in run.ended if not ended.passed and ended.stage.decides]
     files = {test.partition("::")[0] for ended in failed for test in ended.failures}
     again = len(files) <= FILES_AGAIN and all(ended.failed_by_tests_only for ended in failed)
     for ended in failed:
@@ -454,11 +470,12 @@ def judge(run: Run) -> Verdict:
             repeated = stage._replace(name=f"{stage.name}, again", files=(*ended.failures,))
             (second,) = run.run({"again": (repeated,)})
             passed = {test for test, outcome in second.outcomes.items() if outcome == "passed"}
+            if not second.passed and not second.failed_by_tests_only:
+                verdict.failed[repeated.name] = second.why
         for test, text in ended.failures.items():
             (verdict.flaky if test in passed else verdict.failed)[test] = text
         if not ended.failed_by_tests_only:
-            test = f", in {ended.unfinished}" if ended.unfinished else ""
-            verdict.failed[ended.stage.name] = f"exit status {ended.status}{test}"
+            verdict.failed[ended.stage.name] = ended.why
     return verdict
 
 
@@ -471,7 +488,7 @@ def report(run: Run, verdict: Verdict, seconds: float, slowest: int = 5) -> None
         run.say(f"Its first failure:\n{text}")
     run.say("")
     for ended in run.ended:
-        verdict_of = "passed" if ended.status == 0 else "FAILED"
+        verdict_of = "passed" if ended.passed else "FAILED"
         run.say(f"== {ended.stage.name}: {verdict_of}, {ended.seconds:.0f} s")
         longest = sorted(ended.durations.items(), key=lambda item: -item[1])[:slowest]
         for test, took in longest:
@@ -502,11 +519,10 @@ def _killed_by_signals() -> Iterator[None]:
 
     for number in numbers:
         signal.signal(number, kill)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+    yield
+    # After a signal they remain ignored: an impatient Ctrl-C must not cut the end short.
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run_groups(groups: Sequence[Lanes], show: Callable[[str], object]) -> int:

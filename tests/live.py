@@ -2,7 +2,8 @@
 """A pytest plugin for a session in a lane: live lines, and a record that `tests.lanes` reads.
 
 The record has a JSON object in each line, flushed at once: `start` of a test, `failure` of a test (`test` and
-the text), `error` of a collector, and `test` with its `outcome` and `seconds` at its end.
+the text), `error` of a collector, `test` with its `outcome` and `seconds` at its end, and last `end` with the
+status of the session: a process that exits before that has not run all tests.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ class _Recorder:
         if report.failed:
             self._write(error=report.nodeid)
             self._show(f"ERROR {report.nodeid}\n{_text_of(report)}")
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._write(end=int(exitstatus))
 
     def pytest_unconfigure(self) -> None:
         self._file.close()

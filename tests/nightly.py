@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -68,14 +68,20 @@ def write_table(table: Table, path: Path) -> None:
 
 def digests(code: str) -> dict[str, str]:
     """Return a digest for each function of a file of tests: of it and of all that is neither another test, an
-    import nor a comment.
+    import nor a comment. The same with each version of Python.
     """
+    lines = code.splitlines()
+
+    def text(node: Any) -> str:
+        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+        own = (line.partition("  # ")[0].rstrip() for line in lines[first - 1 : node.end_lineno])
+        return "\n".join(line for line in own if line and not line.lstrip().startswith("#"))
+
     body = [node for node in ast.parse(code).body if not isinstance(node, ast.Import | ast.ImportFrom)]
     named = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    shared = "".join(ast.unparse(node) for node in body if not getattr(node, "name", "").startswith("test_"))
+    shared = "".join(text(node) for node in body if not getattr(node, "name", "").startswith("test_"))
     return {
-        name: hashlib.sha256((shared + ast.unparse(node)).encode()).hexdigest()[:8]
-        for name, node in named.items()
+        name: hashlib.sha256((shared + text(node)).encode()).hexdigest()[:8] for name, node in named.items()
     }
 
 

@@ -141,7 +141,32 @@ def test_a_session_that_is_killed_is_named_with_its_test(start: Start, tmp_path:
     )
     done = finish(start("{'unit': [pytest_stage('unit')]}"))
     assert done.status == 1
-    assert "exit status -9, in test_it.py::test_dies\nFAILED unit\n" in done.output
+    early = "exit status -9 before the end of its session, in test_it.py::test_dies"
+    assert f"{early}\nFAILED unit\n" in done.output
+
+
+def test_a_session_whose_process_exits_with_0_has_failed(start: Start, tmp_path: Path) -> None:
+    """As a child of a fork does that forgets which one it is."""
+    (tmp_path / "test_it.py").write_text(
+        "import os\ndef test_bad(): assert False\ndef test_exits(): os._exit(0)\ndef test_never(): pass\n"
+    )
+    done = finish(start("{'unit': [pytest_stage('unit')]}"))
+    assert done.status == 1
+    early = "exit status 0 before the end of its session, in test_it.py::test_exits"
+    assert f"{early}\nFAILED unit\n" in done.output
+
+
+def test_a_process_that_dies_after_its_tests_ran_again_fails_the_run(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        FAILS_ONCE.replace(
+            'def test_flaky(number): assert number > 1, "the first time"',
+            "def test_flaky(number):\n    import atexit, os\n"
+            '    assert number > 1, "the first time"\n    atexit.register(os.abort)',
+        )
+    )
+    done = finish(start("{'unit': [pytest_stage('unit')]}"))
+    assert done.status == 1
+    assert "exit status -6\nFAILED unit, again\n" in done.output
 
 
 @pytest.mark.parametrize("other", ["many files", "an error of a collection", "a command"])
@@ -183,7 +208,11 @@ def test_an_end_names_the_test_that_hangs_with_its_stack_and_leaves_nothing(
     while len(processes_with(MARK, str(tmp_path))) < 5:
         assert process.poll() is None
     process.send_signal(number)
+    # A second signal does not cut the end short.
+    said = [next(line for line in lines if "ended by" in line)]
+    process.send_signal(number)
     done = finish(process)
+    done = done._replace(output="".join(said) + done.output)
     assert done.status == 128 + number
     assert "in test_hangs" in done.output, "its stack"
     assert "one line of a job" in done.output
