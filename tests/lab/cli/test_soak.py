@@ -15,8 +15,11 @@ from recipe.async_pipeline.lab.soak import faults
 
 
 def test_faults_are_chosen_by_name() -> None:
-    addition, lake, tool, agent = (set(soak.kinds_of("all", task)) for task in get_args(faults.SoakTask))
-    assert addition | lake | tool | agent == set(faults.FAULTS)
+    addition, lake, tool, agent, distill = (
+        set(soak.kinds_of("all", task)) for task in get_args(faults.SoakTask)
+    )
+    assert addition | lake | tool | agent | distill == set(faults.FAULTS)
+    assert {"kill_teacher"} == distill - lake
     assert {"agent_killed", "agent_hung", "client_retries"} == agent - lake
     assert {"tool_raises", "tool_hung"} == tool - lake
     assert {"env_hung", "env_died", "env_raises"} == lake - addition
@@ -49,6 +52,12 @@ def test_an_agent_is_a_command_whose_processes_are_found(tmp_path: Path) -> None
     assert f" -m recipe.async_pipeline.lab.soak.lake_agent {tmp_path}/mood" in agent
     (variables,) = (one for one in given if ".agentic.agent_env=" in one)
     assert f"ASYNC_PIPELINE_SOAK:'{tmp_path}'" in variables
+
+
+def test_a_teacher_has_a_device_and_a_short_deadline(tmp_path: Path) -> None:
+    given = soak.overrides(tmp_path, "distill")
+    assert "+task=distill" in given and "++ray_kwargs.ray_init.num_gpus=4" in given
+    assert f"++trainer.v1.async_pipeline.faults.wait_timeout_s={soak.TEACHER_S}" in given
 
 
 def parsed(*words: str) -> argparse.Namespace:

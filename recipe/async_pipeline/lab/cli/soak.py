@@ -26,14 +26,15 @@ from ..soak.job import MARK, NOTICE_S, SoakJob, checkpoints_in, control_of, run_
 from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
 from ..soak.surroundings import build_clock
-from ..tasks.build import Toy, ToySpec, ensure_toy
+from ..tasks.build import DistillSpec, Toy, ToySpec, ensure_toy
 from ..tasks.calculator_task.calculator_build import CalculatorSpec
+from ..tasks.model import ModelSpec
 
 ENGINES = ("vllm", "sglang")
 MIN_MINUTES = 1.0
 SAVE_EVERY = 10
 """Optimizer steps between checkpoints."""
-PUBLISH_S, REWARD_S, ENVIRONMENT_S, TOOL_S, AGENT_S = 20, 5, 15, 5, 30
+PUBLISH_S, REWARD_S, ENVIRONMENT_S, TOOL_S, AGENT_S, TEACHER_S = 20, 5, 15, 5, 30, 120
 """Short deadlines in seconds, so that a hang is detected soon."""
 ENVIRONMENTS, AGENTS = 8, 4
 """Processes of environments and of agents at once; each imports gymnasium when it starts."""
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(SoakTask),
         default="addition",
         help="what the run learns; lake has environments that fail, calculator a tool, lake_agent a program "
-        "that plays over HTTP (default: %(default)s)",
+        "that plays over HTTP, distill a teacher (default: %(default)s)",
     )
     parser.add_argument(
         "--minutes",
@@ -154,6 +155,8 @@ def _task_of(name: SoakTask, say: Callable[[str], None]) -> Toy:
         from ..tasks.lake_task.lake_build import LakeSpec
 
         return ensure_toy(LakeSpec(), root, report=say)
+    if name == "distill":
+        return ensure_toy(DistillSpec(seed=0, model=ModelSpec(tied=True)), root, report=say)
     if name == "calculator":
         return ensure_toy(CalculatorSpec(), root, report=say)
     return ensure_toy(ToySpec.of(seed=0, tied=True), root, report=say)
@@ -186,7 +189,6 @@ def overrides(folder: Path, task: SoakTask, engine: str = ENGINES[0]) -> list[st
         f"{own}.run_dir": str(run_dir_in(folder)),
         f"{own}.faults.notice_s": NOTICE_S,
         f"{own}.weight_sync.timeout_s": PUBLISH_S,
-        **OF_TASK[task](folder),
         "actor_rollout_ref.rollout.name": engine,
         "actor_rollout_ref.rollout.n_gpus_per_node": 2,
         "ray_kwargs.ray_init.num_gpus": 3,
@@ -201,6 +203,7 @@ def overrides(folder: Path, task: SoakTask, engine: str = ENGINES[0]) -> list[st
         "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.default_local_dir": str(checkpoints_in(folder)),
         "trainer.logger": ["file", "trackio"],
+        **OF_TASK[task](folder),
     }
     return [*([f"+task={task}"] if task != "addition" else []), *hydra_overrides(values)]
 
@@ -248,6 +251,10 @@ def _agents(folder: Path) -> dict[str, Any]:
     }
 
 
+def _teachers(folder: Path) -> dict[str, Any]:
+    return {"ray_kwargs.ray_init.num_gpus": 4, "trainer.v1.async_pipeline.faults.wait_timeout_s": TEACHER_S}
+
+
 def _small_steps() -> dict[str, Any]:
     batch = PROMPTS * RESPONSES
     return {
@@ -265,6 +272,7 @@ OF_TASK: Mapping[SoakTask, Callable[[Path], dict[str, Any]]] = {
     "lake": _environments,
     "calculator": _tools,
     "lake_agent": _agents,
+    "distill": _teachers,
 }
 """Overrides of each task, given the folder of the run."""
 

@@ -23,7 +23,7 @@ from ...processes import send_signal
 from ...weight_sync.memory.segment_names import SHM_DIR, open_own
 from ..bench.inputs.workload import CONFIGS
 from ..job import with_cpu_settings
-from .job import ENGINES, SERVERS, START_S, RecordFields, SoakFailed, SoakJob, served
+from .job import ENGINES, SERVERS, START_S, TEACHERS, RecordFields, SoakFailed, SoakJob, served
 from .misbehaviour import misbehave
 from .small_disk import empty, fill
 from .standins import trackio
@@ -48,9 +48,9 @@ NEXT_VERSION_S = 60.0
 """Seconds until the next weight version must have been gathered."""
 
 
-SoakTask = Literal["addition", "lake", "calculator", "lake_agent"]
+SoakTask = Literal["addition", "lake", "calculator", "lake_agent", "distill"]
 """What the run of a soak learns: sums, with a reward function; FrozenLake, with environments; sums, with a
-tool; FrozenLake, played by a program over HTTP.
+tool; FrozenLake, played by a program over HTTP; sums, from a teacher.
 """
 
 
@@ -82,8 +82,13 @@ def kill_receiver(job: SoakJob) -> None:
     send_signal(engine.pid, signal.SIGKILL)
 
 
+def kill_teacher(job: SoakJob) -> None:
+    """Kill the server of a teacher with SIGKILL."""
+    send_signal(job.pick(*TEACHERS).pid, signal.SIGKILL)
+
+
 def stall_replica(job: SoakJob) -> None:
-    """Slow an engine process down with SIGSTOP and SIGCONT."""
+    """Slow an engine process down, of a replica or of a teacher, with SIGSTOP and SIGCONT."""
     engine, until = job.pick(*ENGINES), time.monotonic() + STALL_S
     while time.monotonic() < until:
         send_signal(engine.pid, signal.SIGSTOP)
@@ -292,6 +297,7 @@ def _mood(mood: str, task: SoakTask | None, text: str, versions: int = 0) -> Fau
 FAULTS: Mapping[str, Fault] = {
     "kill_engine": Fault("SIGKILL of an engine process", kill_engine, "a replica is back"),
     "kill_replica": Fault("SIGKILL of a replica's server", kill_replica, "a replica is back"),
+    "kill_teacher": Fault("SIGKILL of a teacher's server", kill_teacher, "a replica is back", "distill"),
     "kill_receiver": Fault(
         "SIGKILL of an engine process while it loads weights", kill_receiver, "a replica is back"
     ),

@@ -37,6 +37,7 @@ STANDINS = Path(__file__).with_name("standins")
 ENGINES = ("VLLM::EngineCore", "sglang::scheduler")
 """The processes that hold the weights and generate, of any engine."""
 SERVERS = ("ray::PipelineVLLMServer", "ray::PipelineSGLangServer")
+TEACHERS = ("ray::vLLMHttpServer", "ray::SGLangHttpServer")
 RecordFields = Mapping[str, Any]
 
 
