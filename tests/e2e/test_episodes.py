@@ -37,7 +37,7 @@ def of_size(boards: int, episodes: int) -> list[str]:
 
 def test_environments_that_fail_cost_one_attempt_each(untrained_lake_task: Path, tmp_path: Path) -> None:
     marks, run_dir = tmp_path / "marks", tmp_path / "run"
-    steps, boards, episodes = 4, 4, 4
+    steps, boards, episodes = 2, 4, 4
     marks.mkdir()
     job = run_job(
         smoke_command(
