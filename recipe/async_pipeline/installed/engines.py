@@ -13,7 +13,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from ..errors import ContractError
@@ -122,3 +124,9 @@ def _distributed(name: str) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "unknown"
+
+
+@cache
+def plugins_of(group: str) -> frozenset[str]:
+    """Return what the plug-ins of a group load, such as `package.module:function`."""
+    return frozenset(point.value for point in entry_points(group=group))

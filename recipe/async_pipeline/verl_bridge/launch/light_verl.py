@@ -29,7 +29,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.paths import walk
-from ...installed.plugins import plugins_of
+from ...installed.engines import plugins_of
 from ...installed.verl import find_verl_root
 from ..process.plugin_state import require_loaded
 

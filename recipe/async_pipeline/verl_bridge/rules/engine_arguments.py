@@ -17,8 +17,7 @@ from typing import Any
 from ...config.checks.refusals import check_all
 from ...config.paths import hint
 from ...errors import ConfigError
-from ...installed.engines import find_spec
-from ...installed.plugins import plugins_of
+from ...installed.engines import find_spec, plugins_of
 from ...redaction import shown
 
 ROLLOUT = "actor_rollout_ref.rollout"
