@@ -28,8 +28,7 @@ from recipe.async_pipeline.agents.episodes import (
     metrics_of,
 )
 from recipe.async_pipeline.core.groups.bad_data import POLICIES as KINDS
-from recipe.async_pipeline.core.groups.items import Group, Trajectory
-from recipe.async_pipeline.core.lag.token_spans import plain
+from recipe.async_pipeline.core.groups.items import Group, Trajectory, plain
 
 CASES = [(end, policy) for end, policies in POLICIES.items() for policy in policies]
 

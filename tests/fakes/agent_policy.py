@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import spans_of
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.chains import Completion
 from recipe.async_pipeline.gateway.conversation import Message, Said, tool_call

@@ -19,11 +19,11 @@ from recipe.async_pipeline.core.groups.items import (
     Publication,
     StepBatch,
     Trajectory,
+    spans_of,
 )
 from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.core.groups.untrained_groups import Order
 from recipe.async_pipeline.core.lag.degradation import Caution, Change
-from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.core.schedule import OldLogpSource
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, Schedule
 

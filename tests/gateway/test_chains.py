@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import spans_of
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.chains import AnswerPlace, ChainRow, Chains, Completion, OpenRequest
 from recipe.async_pipeline.gateway.conversation import Message

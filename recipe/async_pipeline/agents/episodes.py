@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
-from ..core.groups.items import Group, Trajectory
-from ..core.groups.session_keys import episode_of, last_keys
+from ..core.groups.items import Group, Trajectory, episode_of, last_keys
 
 Action = Literal["train", "score", "again", "drop"]
 Blame = Literal["policy", "environment", "agent", "unknown", "none"]

@@ -43,15 +43,13 @@ from .groups.fates import FateRegister, Settlement
 from .groups.items import Publication
 from .groups.ledger import Ledger
 from .lag.degradation import Change, Level, StepDown
-from .lag.lag_control import LagControl
-from .lag.staleness import Versions
+from .lag.staleness import LagControl, Versions
 from .pools import DevicePool, PoolSet
 from .schedule import synchronous
 from .stage import RoleStateMachine, create_role_state_machine
 from .state_machine import TERMINAL, StageState
 from .trainer_protocol import PipelineTrainer
-from .waits.background import BackgroundWork
-from .waits.cancellation import no_stray_cancellation
+from .waits.background import BackgroundWork, no_stray_cancellation
 from .waits.clock import Clock, LoopClock
 from .waits.progress import Excused
 from .waits.retry import CheckpointTimes

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stages a pipeline has, and which stage consumes the items of which."""
+"""Which stages a pipeline has, custom ones included, and which stage consumes the items of which."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import ConfigError
 from .stage import ROLES, RoleStateMachine
@@ -71,3 +72,31 @@ def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str
         raise ConfigError(f"there is no edge {after}->{before} to insert {role_name!r} on; edges: {edges}")
     graph[after] = tuple(role_name if b == before else b for b in graph[after])
     graph[role_name] = (before,)
+
+
+# Custom stages, named in the config as `module:Class@after->before`.
+def insert_custom_stages(graph: dict[str, tuple[str, ...]], specs: Sequence[str]) -> None:
+    """Import each stage and insert it into the graph, in order.
+
+    Raises ConfigError if a stage is not found or does not fit into the graph.
+    """
+    for spec in specs:
+        target, _, edge = spec.partition("@")
+        after, _, before = edge.partition("->")
+        insert_role(graph, load_role(target).role, after=after.strip(), before=before.strip())
+
+
+def load_role(target: str) -> type[RoleStateMachine]:
+    """Return the class at `module:Class`. Raises ConfigError if it cannot be imported or is not
+    registered.
+    """
+    module, _, name = target.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"custom stage {target} cannot be imported ({error}); write module:Class"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, RoleStateMachine) and hasattr(cls, "role")):
+        raise ConfigError(f"custom stage {target} must be a RoleStateMachine decorated with @register_role")
+    return cls

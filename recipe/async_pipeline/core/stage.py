@@ -24,7 +24,7 @@ from .channel import Channel
 from .lag.staleness import MADE_BY, VersionKind
 from .pools import DevicePool, Lease
 from .state_machine import TERMINAL, Event, StageState, StateMachine
-from .waits.cancellation import no_stray_cancellation
+from .waits.background import no_stray_cancellation
 from .waits.deadline import within
 
 if TYPE_CHECKING:

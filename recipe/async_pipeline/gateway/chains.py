@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from uuid import uuid4
 
-from ..core.lag.token_spans import TokenSpan
+from ..core.groups.items import TokenSpan
 from ..errors import RequestRefused
 from .conversation import Message, RowReason, difference, identities, identity, shared
 from .pictures import SentPicture, pictures_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipe.async_pipeline.config.derived.published import arena_bytes, published_parameters, version_bytes
+from recipe.async_pipeline.config.derived.adapters import arena_bytes, published_parameters, version_bytes
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.derived.scheduling import schedule_of
+from recipe.async_pipeline.config.derived.scheduling import PATHS, as_settings, of_settings, schedule_of
 from recipe.async_pipeline.config.knobs.schema import (
     AsyncPipelineConfig,
     StalenessConfig,
     TrainingConfig,
+    knob_paths,
 )
 from recipe.async_pipeline.config.knobs.weight_sync import SHORT_COMMIT_S, WeightSyncConfig, concurrent_loads
 from recipe.async_pipeline.core.schedule import Schedule
@@ -75,3 +76,24 @@ def test_an_eighth_of_the_replicas_load_at_once_by_default(
 @pytest.mark.parametrize(("asked", "at_once"), [(None, 24), (2, 2), (99, 24)])
 def test_short_loads_take_no_turns_by_default(asked: int | None, at_once: int) -> None:
     assert concurrent_loads(asked, 24, SHORT_COMMIT_S) == at_once
+
+
+def test_every_entry_is_a_knob() -> None:
+    assert {*PATHS} <= {*knob_paths()}
+    assert tuple(as_settings(AsyncPipelineConfig(), None)) == PATHS
+
+
+@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop", "mask"])
+def test_it_is_read_as_it_was_written(straggler: str) -> None:
+    knobs = AsyncPipelineConfig.of(
+        {
+            "strategy": "n_step_ahead",
+            "staleness.max_lag": 3,
+            "staleness.depth": 2,
+            "staleness.straggler": straggler,
+            "weight_sync.every": 2,
+        }
+    )
+    assert of_settings(as_settings(knobs, None)) == knobs
+    assert as_settings(knobs, None)["staleness.straggler"] == straggler
+    assert of_settings(as_settings(knobs, "trainer")).training.old_logp == "trainer"

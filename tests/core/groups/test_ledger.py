@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.core.groups.fates import FateRegister
-from recipe.async_pipeline.core.groups.items import Group, Trajectory
+from recipe.async_pipeline.core.groups.items import Group, Trajectory, plain
 from recipe.async_pipeline.core.groups.ledger import Ledger
-from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.errors import ConservationError
 from recipe.async_pipeline.tools.ledger.audit import audit
 

@@ -16,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.groups import message_queue
-from recipe.async_pipeline.core.groups.items import Group, Prompt, Trajectory
+from recipe.async_pipeline.core.groups.items import Group, Prompt, Trajectory, plain
 from recipe.async_pipeline.core.groups.message_queue import MessageQueue, share_of
 from recipe.async_pipeline.core.groups.recall import Recall
 from recipe.async_pipeline.core.groups.untrained_groups import UntrainedGroups
 from recipe.async_pipeline.core.lag.staleness import Versions, check_lag
 from recipe.async_pipeline.core.lag.token_ages import masked, oldest_in
-from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import (
     ChannelClosed,

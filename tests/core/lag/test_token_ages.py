@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from recipe.async_pipeline.core.groups.items import Group, Trajectory
+from recipe.async_pipeline.core.groups.items import Group, Trajectory, spans_of
 from recipe.async_pipeline.core.lag.token_ages import (
     AgedTokens,
     masked,
@@ -17,7 +17,6 @@ from recipe.async_pipeline.core.lag.token_ages import (
     with_masks,
     written,
 )
-from recipe.async_pipeline.core.lag.token_spans import spans_of
 
 Spans = Sequence[tuple[int, int]]
 

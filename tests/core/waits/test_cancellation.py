@@ -13,7 +13,7 @@ from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_
 from recipe.async_pipeline.core.concurrent_stage import ConcurrentStage
 from recipe.async_pipeline.core.stage import ROLES, Pipeline
 from recipe.async_pipeline.core.state_machine import StageState
-from recipe.async_pipeline.core.waits.cancellation import no_stray_cancellation
+from recipe.async_pipeline.core.waits.background import no_stray_cancellation
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import StrayCancellation
 from tests.fakes.trainer import SimTrainer

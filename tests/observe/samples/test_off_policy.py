@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.core.groups.items import Trajectory
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import Trajectory, spans_of
 from recipe.async_pipeline.errors import StalenessViolation
 from recipe.async_pipeline.observe.samples.off_policy import (
     CHUNK_TOKENS,

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from recipe.async_pipeline.core.groups.items import Trajectory
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import Trajectory, spans_of
 from recipe.async_pipeline.observe.samples.token_versions import TokenVersions, versions_written
 
 Spans = Sequence[Sequence[int]] | None

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 from recipe.async_pipeline.config.keys.aliases import FOREIGN, SET_BY_OTHERS, quota
 from recipe.async_pipeline.config.keys.foreign_keys import Draft
 from recipe.async_pipeline.config.keys.translation import resolve
-from recipe.async_pipeline.config.knobs.fields import knobs_of
-from recipe.async_pipeline.config.knobs.names import flattened
+from recipe.async_pipeline.config.knobs.fields import flattened, knobs_of
 from recipe.async_pipeline.config.knobs.schema import AsyncPipelineConfig, knob_paths
 from recipe.async_pipeline.config.paths import OWN, select
 from recipe.async_pipeline.errors import ConfigError

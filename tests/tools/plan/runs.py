@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipe.async_pipeline.config.derived.settings_file import as_settings
+from recipe.async_pipeline.config.derived.scheduling import as_settings
 from recipe.async_pipeline.core.events import EventLog
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
 from recipe.async_pipeline.core.groups.items import Group, Prompt

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
-from recipe.async_pipeline.core.groups.items import Trajectory
-from recipe.async_pipeline.core.lag.token_spans import plain
+from recipe.async_pipeline.core.groups.items import Trajectory, plain
 from recipe.async_pipeline.errors import RolloutError
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import Attempt, EpisodeLimits
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.redundancy import Begun

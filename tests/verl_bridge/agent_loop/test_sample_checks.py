@@ -16,8 +16,8 @@ import torch
 from ray.exceptions import RayTaskError
 
 from recipe.async_pipeline.core.groups.bad_data import Flaw, Policies
+from recipe.async_pipeline.core.groups.items import spans_of
 from recipe.async_pipeline.core.groups.scores import Score
-from recipe.async_pipeline.core.lag.token_spans import spans_of
 from recipe.async_pipeline.errors import BadDataError, RewardError
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import ResponseTurn
 from tests.conftest import Load

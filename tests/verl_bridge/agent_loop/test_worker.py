@@ -16,7 +16,7 @@ import pytest
 from recipe.async_pipeline.agents.episodes import metrics_of
 from recipe.async_pipeline.checkpoint import store as checkpoints
 from recipe.async_pipeline.checkpoint import tensor_tree
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import spans_of
 from recipe.async_pipeline.lab.tasks.tokenizer import VOCAB_SIZE, make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import END, NOTED, TOOK_MS, take_turn
 from tests import HANG_S

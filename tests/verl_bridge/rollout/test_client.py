@@ -14,7 +14,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import spans_of
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import VersionNotServed
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import episode_with, kept_turns

@@ -20,8 +20,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...redaction import shown
 from ..checks.rollout_correction import PARAMETERS, POLICY_LOSS
-from ..knobs.fields import sections_of
-from ..knobs.names import mapping_knobs, unknown
+from ..knobs.fields import mapping_knobs, sections_of, unknown
 from ..knobs.schema import AsyncPipelineConfig, knob_paths
 from ..paths import OWN, RUNTIME, nearest, select, walk
 from .aliases import FOREIGN

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError
-from ..knobs.fields import knobs_of
-from ..knobs.names import flattened
+from ..knobs.fields import flattened, knobs_of
 from ..knobs.schema import (
     DEFAULT_AHEAD,
     DEFAULT_STRATEGY,

@@ -22,8 +22,7 @@ from ...strategies import STRATEGIES
 from ..paths import OWN, hint
 from .agentic import AgenticConfig
 from .diffusion import DiffusionConfig
-from .fields import Bounds, Limit, Positive, Seconds, build, check_fields, knobs_of
-from .names import flattened
+from .fields import Bounds, Limit, Positive, Seconds, build, check_fields, flattened, knobs_of
 from .weight_sync import WeightSyncConfig
 
 MOST_NOTICE_S = 600.0

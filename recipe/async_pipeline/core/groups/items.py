@@ -3,9 +3,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class TokenSpan(NamedTuple):
+    """Tokens of a response that `version` wrote: from `start` until the next span.
+
+    A response is a sequence of spans. Files, the ledger and verl's fields have them as pairs of numbers.
+    """
+
+    version: int
+    start: int
+
+
+def spans_of(pairs: Iterable[Sequence[int]]) -> tuple[TokenSpan, ...]:
+    """Return the spans of pairs of numbers."""
+    return tuple(TokenSpan(int(version), int(start)) for version, start in pairs)
+
+
+def plain(pairs: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """Return the spans of pairs of numbers for what is kept of tens of thousands of responses: the garbage
+    collector does not visit plain tuples of numbers again, but it visits a `TokenSpan` each time.
+    """
+    return tuple((int(version), int(start)) for version, start in pairs)
+
+
+def pairs_of(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return spans as pairs of numbers."""
+    return [list(span) for span in spans]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,3 +234,22 @@ class Publication(LoadReport):
     replicas: int
     failure: str = ""
     """Which replicas were fenced during it, and why; empty if every replica took the version."""
+
+
+# Keys of responses, `uid_session_index`: an episode has one for each conversation; the last is scored.
+def last_keys(keys: Iterable[str]) -> set[str]:
+    """Return the key of the last response of each episode."""
+    found = set(keys)
+    return {key for key in found if _following(key) not in found}
+
+
+def episode_of(key: str) -> str:
+    """Return what the keys of an episode have in common; a key of another form is an episode by itself."""
+    episode, _, index = key.rpartition("_")
+    return episode if index.isdecimal() else key
+
+
+def _following(key: str) -> str:
+    """Return the key of the next response of the same episode, or an empty text for other keys."""
+    episode, _, index = key.rpartition("_")
+    return f"{episode}_{int(index) + 1}" if index.isdecimal() else ""

@@ -22,9 +22,8 @@ from typing import Any, Literal
 
 from ...errors import ConservationError
 from ..lag.token_ages import oldest_trained
-from ..lag.token_spans import pairs_of
 from .fates import FateRegister, Settlement
-from .items import Group, Trajectory
+from .items import Group, Trajectory, pairs_of
 
 Why = Literal["stale", "flawed", "resumed"]
 """Why responses to a prompt are generated again: it held up a step, its data was bad, or the run was resumed.

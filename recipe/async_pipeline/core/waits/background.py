@@ -1,13 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of a stage that continues while the stage takes its next item."""
+"""Work of a stage that continues while the stage takes its next item, and cancellations on purpose."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from .cancellation import no_stray_cancellation
+from ...errors import StrayCancellation
+
+
+@contextmanager
+def no_stray_cancellation(who: Callable[[], str], stopping: Callable[[], bool]) -> Iterator[None]:
+    """Raise StrayCancellation for a CancelledError that leaves the block while nothing is `stopping`.
+
+    asyncio takes a task that raises CancelledError for one that was cancelled on purpose: no `wait` returns
+    for it, and the rest of the run would wait for the stage until a deadline passes.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if stopping():
+            raise
+        raise StrayCancellation(
+            f"{who()} raised CancelledError, but the run is not being stopped; its code must handle the "
+            "cancellation of each task or scope that it awaits"
+        ) from error
+
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...console import echo
-from ...core.lag.token_spans import spans_of
+from ...core.groups.items import spans_of
 from ...errors import ConfigError
 from ...gateway.chains import Completion
 from ...gateway.conversation import Message, Said

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report the account of a run: as metrics of each step, and as a part of the summary."""
+"""Report the account of a run, as metrics of each step and as a part of the summary; measure overlap."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.events import LogRecord
+from ...core.replay import RunState
 from .accountant import Accountant
 from .accounting import Accounting, is_work
 
@@ -72,3 +73,26 @@ def summary_of(account: Accounting) -> dict[str, Any]:
             for name, pool in account.pools.items()
         },
     }
+
+
+ROLES = ("generate", "train")
+
+
+class OverlapMeter:
+    """A subscriber of the event log. A stage computes while any of its lanes is RUNNING."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._state = RunState()
+        self._since: float | None = None
+
+    def __call__(self, record: LogRecord) -> None:
+        if record.role not in ROLES:
+            return
+        self._state(record)
+        both = all(map(self._state.is_running, ROLES))
+        if both and self._since is None:
+            self._since = record.t
+        elif not both and self._since is not None:
+            self.seconds += record.t - self._since
+            self._since = None

@@ -13,12 +13,13 @@ form differ although the tokens are the same: the engine masks what the form doe
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ...core.groups.items import Trajectory
+from ...core.groups.items import StepBatch, Trajectory
 from .off_policy import Columns, Floats
 from .token_versions import Ints, turn_starts, versions_written
 
@@ -145,3 +146,40 @@ def _ordinals(owners: npt.NDArray[np.int64]) -> Ints:
     begins[1:] = owners[1:] != owners[:-1]
     found: Ints = places - np.maximum.accumulate(np.where(begins, places, 0)) + 1
     return found
+
+
+CLIP_FRACTION = "actor/pg_clipfrac"
+CLIPPED_SHARE = 0.02
+"""Share of clipped steps above which it is worth a line."""
+
+
+@dataclass
+class PrecisionCheck:
+    """Detect that rounding alone reaches the clip range of an image policy.
+
+    A log-prob of an image's step is a mean over the elements of a latent, so ratios are within a thousandth
+    of 1 and the clip range is as small. If engine and trainer compute in different precisions, the ratio of
+    their log-probs leaves that range although the weights are the same, and the loss clips what should be
+    trained. That can be seen in a step whose images were all drawn by the version that trains on them, with
+    old log-probs from the rollout and one mini-batch: every ratio of that step should be 1.
+    """
+
+    engine: str
+    trainer: str
+    """The precisions, as the config names them."""
+    clip: float
+    reported: bool = False
+
+    def warning(self, batch: StepBatch) -> str | None:
+        """Return one line if the loss clips a step with images of the trainer's own version, or None."""
+        clipped = batch.metrics.get(CLIP_FRACTION)
+        if self.reported or clipped is None or batch.first_version < batch.step - 1:
+            return None
+        if float(clipped) < CLIPPED_SHARE:
+            return None
+        self.reported = True
+        return (
+            f"precision: {float(clipped):.0%} of the steps of images are clipped although this version drew "
+            f"them: log-probs of the engine ({self.engine}) and of the trainer ({self.trainer}) differ by "
+            f"more than the clip range {self.clip:g}; use one precision, or training.old_logp=trainer"
+        )

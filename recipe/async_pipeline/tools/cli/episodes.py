@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ...console import echo
-from ...core.groups.session_keys import episode_of
+from ...core.groups.items import episode_of
 from ...observe.run_directory.agent_output import KeptOutput
 from ..report.episode_page import episode_page
 from ..report.figures.episodes import (

@@ -12,10 +12,16 @@ from typing import Any
 
 from ...config.checks.batch_sizes import training_ranks
 from ...config.checks.rollout_correction import describe_correction
-from ...config.derived.adapters import adapter_rank, publishes_adapters
+from ...config.derived.adapters import (
+    adapter_rank,
+    arena_bytes,
+    model_parameters,
+    published_parameters,
+    publishes_adapters,
+    version_bytes,
+)
 from ...config.derived.old_policy import read_before_update
 from ...config.derived.open_requests import OpenRequests
-from ...config.derived.published import arena_bytes, model_parameters, published_parameters, version_bytes
 from ...config.derived.sample_store import StoreBudget, store_budget
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import select

@@ -20,10 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from ...core.groups.fates import Fate
-from ...core.groups.items import Trajectory
-from ...core.groups.session_keys import last_keys
+from ...core.groups.items import Trajectory, last_keys, plain
 from ...core.lag.token_ages import oldest_in, oldest_trained
-from ...core.lag.token_spans import plain
 
 SHOWN = 20
 """Violations that are kept in full; further ones are only counted."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...config.derived.settings_file import of_settings
+from ...config.derived.scheduling import of_settings
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.placement import Placement
 from ...core.events import LogRecord

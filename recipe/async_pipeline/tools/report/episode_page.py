@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from ...core.groups.session_keys import episode_of
+from ...core.groups.items import episode_of
 from ...observe.run_directory.agent_output import KeptOutput
 from .drawing.wording import amount
 from .figures.episodes import EpisodeRecord, EpisodesRead, TextPart, by_episode, lowest_rewards

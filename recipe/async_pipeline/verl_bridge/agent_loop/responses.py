@@ -13,8 +13,7 @@ import numpy as np
 from ...agents.episodes import counted_together
 from ...core.events import SLOWEST_TURNS
 from ...core.groups.bad_data import Flaw
-from ...core.groups.items import Group, Trajectory
-from ...core.lag.token_spans import plain
+from ...core.groups.items import Group, Trajectory, plain
 from ...errors import RolloutError
 from ...observe.run_directory.agent_output import FailedAttempt
 from ..store.sample_columns import TEACHER_LOG_PROBS

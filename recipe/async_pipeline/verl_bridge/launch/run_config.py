@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ...config.checks.machine import require_machine
+from ...config.derived.adapters import arena_bytes
 from ...config.derived.open_requests import OpenRequests
-from ...config.derived.published import arena_bytes
 from ...config.derived.runtime import RuntimeConfig
 from ...config.derived.sample_store import store_budget
 from ...config.keys.entry_points import EntryPoint, rewritten

@@ -39,10 +39,9 @@ from ...config.keys.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN, hint, select, walk
 from ...config.placement import Placement
-from ...core.graph import GRAPH, OPTIONAL, graph_of
+from ...core.graph import GRAPH, OPTIONAL, graph_of, insert_custom_stages
 from ...errors import ConfigError
 from ...installed.verl import COMPOSED
-from ...stages.custom import insert_custom_stages
 from ..launch.light_verl import compute, fields_of, registered_estimators, registered_losses
 from ..launch.run_config import address_to_join
 from ..workers.attention import check_attention

@@ -31,7 +31,7 @@ from ...agents.episodes import metrics_of
 from ...config.derived.scheduling import schedule_of
 from ...core.flow import AsyncTrainingFlow
 from ...core.flow_state import FlowState
-from ...core.graph import GRAPH
+from ...core.graph import GRAPH, insert_custom_stages
 from ...core.groups.bad_data import BadData
 from ...core.groups.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch
 from ...core.groups.recall import Recall
@@ -40,8 +40,7 @@ from ...core.schedule import Schedule
 from ...core.waits.deadline import all_of
 from ...core.waits.diagnosis import diagnose
 from ...core.waits.wait_graph import Wait, waits_of
-from ...observe.account.overlap import OverlapMeter
-from ...observe.account.step_account import StepAccountant
+from ...observe.account.step_account import OverlapMeter, StepAccountant
 from ...observe.causes import causes
 from ...observe.observers import ACCOUNT, FILE_ATTEMPTS, LOST, OVERLAP, SELECTION, Observers
 from ...observe.run_directory.agent_output import FOLDER, AgentOutputFolder
@@ -51,7 +50,6 @@ from ...observe.table import closing, header
 from ...observe.trackers import Trackers
 from ...observe.watchdog import Watchdog
 from ...redaction import redacted
-from ...stages.custom import insert_custom_stages
 from ...weight_sync.memory.manifest import WeightTicket
 from ..agent_loop.manager import PushAgentLoopManager
 from ..launch.run_config import knobs_of, runtime_of

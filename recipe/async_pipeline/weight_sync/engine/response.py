@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...core.lag.token_spans import TokenSpan
+from ...core.groups.items import TokenSpan
 
 
 class Part(NamedTuple):

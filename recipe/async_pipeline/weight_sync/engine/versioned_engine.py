@@ -24,8 +24,7 @@ from contextvars import ContextVar
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
-from ...core.groups.items import LoadReport
-from ...core.lag.token_spans import TokenSpan, pairs_of
+from ...core.groups.items import LoadReport, TokenSpan, pairs_of
 from ...core.waits.deadline import within
 from .attempt_gate import AttemptGate
 from .response import Part, ResponseRecord

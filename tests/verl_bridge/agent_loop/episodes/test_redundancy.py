@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.agents.episodes import REDUNDANT
-from recipe.async_pipeline.core.groups.items import Trajectory
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import Trajectory, spans_of
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.observe.samples.selection_bias import SelectionMeter
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes import redundancy

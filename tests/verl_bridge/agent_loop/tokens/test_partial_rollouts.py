@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import spans_of
 from recipe.async_pipeline.errors import CheckpointError
 from tests.conftest import Load
 

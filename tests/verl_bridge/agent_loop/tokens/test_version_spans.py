@@ -7,7 +7,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import spans_of
 from recipe.async_pipeline.verl_bridge.agent_loop.episodes.episode import kept_turns, take_turn, taken_turns
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens.version_spans import (
     COSTS,

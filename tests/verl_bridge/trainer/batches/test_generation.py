@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from recipe.async_pipeline.core.groups.bad_data import BadData, Flaw, Policies
-from recipe.async_pipeline.core.groups.items import Group, Prompt, Trajectory
+from recipe.async_pipeline.core.groups.items import Group, Prompt, Trajectory, plain
 from recipe.async_pipeline.core.groups.recall import Recall
-from recipe.async_pipeline.core.lag.token_spans import plain
 from recipe.async_pipeline.errors import BadDataError, RolloutError
 from tests import HANG_S
 from tests.conftest import Load

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory
-from recipe.async_pipeline.core.lag.token_spans import spans_of
+from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory, spans_of
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from tests.conftest import Load
 

@@ -13,8 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.core.groups.fates import FATES, Fate, FateRegister
-from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory
-from recipe.async_pipeline.core.lag.token_spans import plain
+from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory, plain
 from recipe.async_pipeline.observe.samples.selection_bias import SelectionMeter
 
 pytestmark = pytest.mark.real_engine

@@ -21,10 +21,18 @@ from ....config.knobs.weight_sync import concurrent_loads
 from ....config.placement import Placement
 from ....core.flow_state import FlowState
 from ....core.graph import GRAPH
-from ....core.groups.items import Admission, Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
+from ....core.groups.items import (
+    Admission,
+    Group,
+    Prompt,
+    PromptBatch,
+    Publication,
+    StepBatch,
+    Trajectory,
+    plain,
+)
 from ....core.groups.recall import Recall
 from ....core.lag.degradation import Caution, Change
-from ....core.lag.token_spans import plain
 from ....core.schedule import Schedule
 from ..profile import NOTHING, Profile, Stage
 from .draws import Draws, GroupCost

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....core.groups.session_keys import last_keys
+from ....core.groups.items import last_keys
 from ....errors import RunFilesError
 from ....observe.run_directory.agent_output import KeptOutput, read_outputs
 from ...ledger.audit import valid

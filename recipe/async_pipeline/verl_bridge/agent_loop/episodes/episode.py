@@ -20,7 +20,7 @@ import torch
 from ....agents.episodes import DONE, Action, EpisodeRules
 from ....agents.processes.output_log import OutputLog
 from ....core.groups.bad_data import Flaw
-from ....core.lag.token_spans import spans_of
+from ....core.groups.items import spans_of
 from ....core.waits.deadline import within
 from ....errors import EnvironmentFailed, WaitTimeout
 from ...calls.ray_calls import cause_of

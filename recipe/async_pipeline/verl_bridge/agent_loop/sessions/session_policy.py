@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
-from ....core.lag.token_spans import spans_of
+from ....core.groups.items import spans_of
 from ....errors import ConfigError, RequestRefused
 from ....gateway.chains import Completion
 from ....gateway.conversation import Message, Said, ToolCall, tool_call

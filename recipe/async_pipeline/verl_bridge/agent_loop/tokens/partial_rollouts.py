@@ -25,7 +25,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ....checkpoint import store, tensor_tree
 from ....checkpoint.hashed_file import FileEntry
-from ....core.lag.token_spans import TokenSpan, pairs_of, spans_of
+from ....core.groups.items import TokenSpan, pairs_of, spans_of
 from ....core.waits.deadline import within
 from ....observe.causes import one_line
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ....core.lag.token_spans import TokenSpan, spans_of
+from ....core.groups.items import TokenSpan, spans_of
 
 COSTS = ("turns", "prompt_tokens", "tokens", "observation_tokens", "generate_s", "environment_s", "score_s")
 """The measured cost of a response: tokens that the model wrote and that tools returned, and seconds with the

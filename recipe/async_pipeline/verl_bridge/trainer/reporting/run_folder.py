@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ....config.derived.runtime import RuntimeConfig
-from ....config.derived.settings_file import as_settings
+from ....config.derived.scheduling import as_settings
 from ....config.knobs.schema import AsyncPipelineConfig
 from ....observe.run_directory.event_file import EventFile
 from ....observe.run_directory.run_files import rows_until, run_of, set_aside

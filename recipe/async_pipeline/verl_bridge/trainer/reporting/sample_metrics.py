@@ -14,9 +14,8 @@ from ....core.groups.fates import Fate, Settlement
 from ....core.groups.items import StepBatch, Trajectory
 from ....core.lag.token_ages import masked, oldest_trained
 from ....observe.samples import selection_bias
-from ....observe.samples.drift import DriftMeter, bound_of
+from ....observe.samples.drift import DriftMeter, PrecisionCheck, bound_of
 from ....observe.samples.off_policy import Columns, OffPolicyMeter
-from ....observe.samples.precision import PrecisionCheck
 from ...agent_loop.episodes.redundancy import Redundant
 from ...rules.diffusers_rules import draws_images
 
