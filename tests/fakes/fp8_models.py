@@ -16,7 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter
-from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Named
+from recipe.async_pipeline.weight_sync.engine.standby import Named
 from tests.fakes.vllm_models import as_rank, config_of
 
 QUANTIZED = {

@@ -28,7 +28,7 @@ from peft import LoraConfig, get_peft_model
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang import cpu_stubs
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of
-from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Named
+from recipe.async_pipeline.weight_sync.engine.standby import Named
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.proof.map_check import check_map

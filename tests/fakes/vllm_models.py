@@ -26,7 +26,7 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.verl_bridge.rollout.vllm.server import ON_DEVICE
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Conversion, Expected
 from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter
-from recipe.async_pipeline.weight_sync.engine.standby.standby_conversion import Named
+from recipe.async_pipeline.weight_sync.engine.standby import Named
 from recipe.async_pipeline.weight_sync.memory.manifest import TensorEntry
 
 

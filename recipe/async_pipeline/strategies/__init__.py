@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies, one file each: how far generation may run ahead of training, and in which order groups train.
+"""Strategies: how far generation may run ahead of training, and in which order groups train.
 
-A strategy is a `Schedule`. To add one here, write a file and a line in `STRATEGIES`; to bring your own, name
+A strategy is a `Schedule`. To add one here, write a class and a line in `STRATEGIES`; to bring your own, name
 it `module:Class`. A class that also changes how the trainer works subclasses verl_bridge's
 `VerlTrainer` and names its schedule in `schedule_class`.
 """
@@ -13,10 +13,7 @@ from collections.abc import Mapping
 
 from ..core.schedule import Schedule
 from ..errors import ConfigError
-from .fully_async import FullyAsync
-from .n_step_ahead import NStepAhead
-from .on_policy import OnPolicy
-from .one_step_off import OneStepOff
+from .schedules import FullyAsync, NStepAhead, OneStepOff, OnPolicy
 
 STRATEGIES: Mapping[str, type[Schedule]] = {
     "on_policy": OnPolicy,

@@ -9,9 +9,7 @@
     memory/dual_buffer.py        which of two slots may be filled (pure)
     hosts/receiver.py            buckets from another host
     engine/copy_plan.py          the copies of an engine's loader, repeated without it
-    engine/standby_version.py    a version that is staged on the device during generation
-    engine/standby_copy.py       ... as a second copy of what is served
-    engine/standby_conversion.py ... converted, for an engine that computes its weights
+    engine/standby.py            a version that is staged on the device during generation, copied or converted
     engine/shard_load.py         a version into a sharded model of the trainer's kind
     engine/engine_adapter.py     what an engine has to offer: prepare, commit, and which element is which
     engine/recording_adapter.py  the same for engines whose loader can be recorded
@@ -21,9 +19,8 @@
     proof/map_check.py           nothing is left out, and everything is where the engine expects it
     proof/proof.py               the comparison of served and published values
     engine/versioned_engine.py   which version wrote which token
-    engine/busy_time.py          seconds with open requests
     fleet/registry.py            the states and versions of all consumers, and what follows from them (pure)
-    hosts/consumer.py            what a consumer has to do
+    fleet/preparation.py         what a consumer has to do, and what it has prepared
     fleet/keeper.py              keeps one consumer at the newest version, and restarts it after a failure
     fleet/fleet.py               each version to all consumers; consumers that join and leave
 

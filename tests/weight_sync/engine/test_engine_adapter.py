@@ -14,7 +14,7 @@ from recipe.async_pipeline.errors import ProofError
 from recipe.async_pipeline.weight_sync.engine import copy_plan
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Delivered, Expected
 from recipe.async_pipeline.weight_sync.engine.recording_adapter import RecordingAdapter, holds
-from recipe.async_pipeline.weight_sync.engine.standby.standby_copy import StandbyCopy
+from recipe.async_pipeline.weight_sync.engine.standby import StandbyCopy
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import Manifest, TensorEntry

@@ -8,10 +8,12 @@ from contextlib import closing
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Delivered
-from recipe.async_pipeline.weight_sync.engine.serving_rank import ServingRank
+from recipe.async_pipeline.weight_sync.engine.serving_rank import OpenTime, ServingRank
 from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
@@ -111,3 +113,40 @@ def test_a_rank_maps_the_segments_on_its_node(node: int, monkeypatch: pytest.Mon
     with pytest.raises(WeightSyncError, match="enough"):
         ServingRank(engine, node=node).load(encode(over_nodes(nodes)), PIECE_BYTES)
     assert mapped == [f"of node {node}"]
+
+
+def test_requests_that_overlap_count_once_and_taking_splits_one_that_is_open() -> None:
+    time = OpenTime()
+    time.begin(1.0)
+    time.begin(2.0)
+    time.end(3.0)
+    assert time.take(4.0) == 3.0
+    time.end(6.0)
+    time.begin(10.0)
+    assert time.take(10.5) == 2.5
+    assert time.take(10.5) == 0.0
+
+
+def test_an_end_without_a_beginning_is_refused() -> None:
+    with pytest.raises(ValueError, match="none was open"):
+        OpenTime().end(1.0)
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=12),
+    st.sets(st.integers(0, 80), max_size=4),
+)
+def test_whatever_overlaps_the_union_is_counted(spans: list[tuple[int, int]], asked: set[int]) -> None:
+    time, total = OpenTime(), 0.0
+    moments = [(begin, 1) for begin, _ in spans] + [(begin + length, 0) for begin, length in spans]
+    for moment, kind in sorted([*moments, *((at, 2) for at in asked)], key=lambda m: (m[0], m[1] == 0)):
+        if kind == 2:
+            total += time.take(float(moment))
+        elif kind == 1:
+            time.begin(float(moment))
+        else:
+            time.end(float(moment))
+    assert total + time.take(100.0) == len(
+        {at for begin, length in spans for at in range(begin, begin + length)}
+    )

@@ -15,8 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from recipe.async_pipeline.weight_sync.hosts.delta import difference
-from recipe.async_pipeline.weight_sync.hosts.delta_link import KEPT, Differences
+from recipe.async_pipeline.weight_sync.hosts.delta import KEPT, Differences, difference
 from recipe.async_pipeline.weight_sync.hosts.host_memory import HostMemory, VersionRequest
 from recipe.async_pipeline.weight_sync.hosts.host_slots import Reader
 from recipe.async_pipeline.weight_sync.hosts.receiver import BucketVerdict, Incoming
@@ -30,7 +29,7 @@ from tests import HANG_S
 
 READER = Reader("replica 0", os.getpid(), 0.0)
 BUCKETS = 3
-MAKE = "recipe.async_pipeline.weight_sync.hosts.delta_link.difference"
+MAKE = "recipe.async_pipeline.weight_sync.hosts.delta.difference"
 
 
 class Link:

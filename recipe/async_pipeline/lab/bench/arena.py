@@ -23,7 +23,7 @@ import torch
 from ...console import echo
 from ...errors import ConfigError
 from ...weight_sync.engine.copy_plan import Recorder
-from ...weight_sync.engine.standby.standby_copy import StandbyCopy
+from ...weight_sync.engine.standby import StandbyCopy
 from ...weight_sync.memory.arena import ArenaReader, ArenaWriter, HeldBlock
 from ...weight_sync.memory.board import await_manifest
 from ...weight_sync.memory.manifest import Manifest

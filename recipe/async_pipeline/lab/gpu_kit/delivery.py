@@ -32,11 +32,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...errors import ProofError
 from ...weight_sync.engine.recording_adapter import RecordingAdapter
+from ...weight_sync.hosts.shares import T
 from ...weight_sync.memory.arena import ArenaReader, ArenaWriter, HeldBlock
 from ...weight_sync.memory.board import await_manifest
 from ...weight_sync.memory.manifest import Manifest
 from ...weight_sync.proof.proof import Prover
-from ...weight_sync.proof.ranks import T
 
 LAYERS = 8
 WIDTHS = {"cuda": 2048, "cpu": 128}

@@ -18,10 +18,10 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from ...errors import WeightSyncError
+from ...weight_sync.hosts.shares import HostRanks
 from ...weight_sync.memory.arena import ArenaReader, ArenaWriter, HeldBlock
 from ...weight_sync.memory.board import Board, await_manifest
 from ...weight_sync.memory.manifest import Manifest, WeightTicket, decode_ticket, encode
-from ...weight_sync.proof.ranks import HostRanks
 
 POLL_S = 0.002
 """Polling interval of a receiver under verl's manager; sender and receiver start together."""

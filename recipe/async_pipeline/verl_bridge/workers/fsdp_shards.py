@@ -23,8 +23,8 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, derive_dtensor_placement
 
 from ...errors import WeightSyncError
+from ...weight_sync.hosts.shares import T
 from ...weight_sync.memory.arena import HeldBlock
-from ...weight_sync.proof.ranks import T
 from .shards import Assembled, Held
 
 FUSED_EXPERTS: Mapping[str, Sequence[str]] = {

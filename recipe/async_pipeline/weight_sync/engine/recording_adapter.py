@@ -21,9 +21,16 @@ from ..memory.manifest import Manifest, TensorEntry
 from ..proof.element_map import ElementMap, View
 from .copy_plan import RecordedLoad, Recorder, view_of
 from .engine_adapter import Computed, Conversion, Delivered, Expected
-from .standby.standby_conversion import Convert, Converted, Named, StandbyConversion, replaced
-from .standby.standby_copy import StandbyCopy
-from .standby.standby_version import StagingEnded, ignore
+from .standby import (
+    Convert,
+    Converted,
+    Named,
+    StagingEnded,
+    StandbyConversion,
+    StandbyCopy,
+    ignore,
+    replaced,
+)
 
 TensorPlace = tuple[int, View, torch.dtype]
 

@@ -26,8 +26,7 @@ from uuid import uuid4
 
 from ...core.groups.items import LoadReport, TokenSpan, pairs_of
 from ...core.waits.deadline import within
-from .attempt_gate import AttemptGate
-from .response import Part, ResponseRecord
+from .response import AttemptGate, Part, ResponseRecord
 
 FORM = "structured_outputs"
 """The sampling parameter that has the form of a response, `{"json": SCHEMA}` or `{"structural_tag": TAG}`."""

@@ -20,9 +20,9 @@ from ...core.waits.deadline import within
 from ...core.waits.wait_graph import Holders
 from ...core.waits.wait_queue import Turnstile
 from ...errors import WeightSyncError
-from ..hosts.consumer import Consumer
 from ..memory.manifest import WeightTicket
 from .keeper import ASK_S, Keeper, Shared
+from .preparation import Consumer
 from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, LoadPhase, Member, Registry
 
 GRACE_S = 30.0

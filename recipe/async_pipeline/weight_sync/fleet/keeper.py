@@ -17,8 +17,8 @@ from ...core.groups.items import LoadReport
 from ...core.waits.deadline import all_of, within
 from ...core.waits.wait_queue import Broadcast, Turnstile
 from ...errors import WaitTimeout, WeightSyncError
-from ..hosts.consumer import Consumer
 from ..memory.manifest import WeightTicket
+from .preparation import Consumer
 from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, Registry
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer has prepared, and which version it is preparing now.
+"""What a consumer has to do, what it has prepared, and which version it is preparing now.
 
 A version is prepared while the previous one is served, and nothing is lost if a newer one takes its place. So
 the newest call wins: it ends the preparation of an older version, whose caller may have gone.
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from ...core.groups.items import LoadReport
 from ...errors import WeightSyncError
+from ..memory.manifest import WeightTicket
 
 T = TypeVar("T")
 
@@ -100,3 +102,48 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
     """Mark an error as seen, because its caller may have gone."""
     if not done.cancelled():
         done.exception()
+
+
+class Consumer(Protocol):
+    """A process group that computes with published weights."""
+
+    name: str
+
+    async def prepare(self, ticket: WeightTicket) -> None:
+        """Fetch, check and stage one version, while the previous one is served.
+
+        Replaces the preparation of an older version, also one that still runs: its call may have been
+        cancelled. Preparing a version again that is prepared already does nothing. Raises if it fails; the
+        previous version is then served as before.
+        """
+
+    async def commit(self, version: int) -> LoadReport:
+        """Load and verify the version that `prepare` has prepared, and serve it afterwards.
+
+        The consumer computes nothing meanwhile. It may read the memory that it prepared from, which a later
+        version overwrites: each host keeps two. Committing
+        the served version again does nothing. Raises if it fails; it is then unknown what is served.
+        """
+
+    async def leave(self) -> None:
+        """Get no more work. Called after a failure, so it must work without the consumer's help."""
+
+    async def end(self) -> None:
+        """End what is left of its processes, whatever their state."""
+
+    async def start(self) -> None:
+        """Start without weights."""
+
+    async def join(self) -> None:
+        """Get work again."""
+
+    async def check(self) -> None:
+        """Return if the consumer works; raise the error that it died of. If it is stuck, this never
+        returns.
+        """
+
+    async def open_requests(self) -> int:
+        """Return the number of requests that it works on."""
+
+    async def release(self) -> None:
+        """Free its devices. Called once, after `end`."""

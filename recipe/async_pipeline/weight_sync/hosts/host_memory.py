@@ -24,7 +24,7 @@ from ..fleet.preparation import to_the_end
 from ..memory.arena import ArenaReader
 from ..memory.board import await_manifest
 from ..memory.manifest import Manifest, WeightTicket
-from .delta_link import Differences, fetch_from
+from .delta import Differences, fetch_from
 from .host_slots import NUM_SLOTS, HostSlots, Reader, runs, this_process
 from .receiver import BucketVerdict, Incoming, Slot, receive
 from .shares import Bucket

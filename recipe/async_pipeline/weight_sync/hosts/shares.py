@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -333,3 +333,39 @@ def _in_order(version: int, entry: TensorEntry, values: Mapping[int, Any]) -> by
     if sorted(values) != list(range(expected)):
         raise WeightSyncError(f"v{version}: the sample of {entry.name} is incomplete")
     return b"".join(values[index] for index in range(expected))
+
+
+T = TypeVar("T")
+
+
+class HostRanks(Protocol):
+    """The training ranks of one host, which fill an arena together. Rank 0 of them owns it."""
+
+    rank: int
+    hosts: int
+    """Number of hosts with training ranks."""
+
+    def share(self, value: T) -> T:
+        """Return rank 0's value. A collective."""
+
+    def all(self, value: T) -> list[T]:
+        """Return the values of all ranks of this host, by rank. A collective."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks of this host."""
+
+
+class Alone:
+    """A single rank."""
+
+    rank = 0
+    hosts = 1
+
+    def share(self, value: T) -> T:
+        return value
+
+    def all(self, value: T) -> list[T]:
+        return [value]
+
+    def barrier(self) -> None:
+        pass

@@ -23,9 +23,8 @@ from typing import NamedTuple
 import torch
 
 from ...errors import CorruptionError, WeightSyncError
-from ..hosts.shares import BlockPlace, laid_out, share_of, used_by, view_of_block
+from ..hosts.shares import Alone, BlockPlace, HostRanks, laid_out, share_of, used_by, view_of_block
 from ..proof.proof import draw_sample, sampled_names
-from ..proof.ranks import Alone, HostRanks
 from .board import Board
 from .dual_buffer import DualBuffer
 from .manifest import (

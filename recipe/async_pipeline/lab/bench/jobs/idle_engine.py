@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ....core.groups.items import LoadReport
 from ....verl_bridge.calls.control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
 from ....verl_bridge.calls.direct_calls import Address, DirectCalls
-from ....weight_sync.engine.busy_time import OpenTime
+from ....weight_sync.engine.serving_rank import OpenTime
 from ....weight_sync.engine.versioned_engine import LoadMode
 from ....weight_sync.memory.manifest import WeightTicket
 from ..inputs.waits import LognormalWait

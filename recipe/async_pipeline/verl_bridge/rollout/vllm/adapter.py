@@ -29,8 +29,7 @@ from ....errors import ProofError, WeightSyncError
 from ....weight_sync.engine.copy_plan import view_of
 from ....weight_sync.engine.engine_adapter import Computed, Conversion, Delivered, Expected
 from ....weight_sync.engine.recording_adapter import RecordingAdapter
-from ....weight_sync.engine.standby.standby_conversion import Convert, Named
-from ....weight_sync.engine.standby.standby_version import StagingEnded, ignore
+from ....weight_sync.engine.standby import Convert, Named, StagingEnded, ignore
 from ....weight_sync.memory.manifest import Manifest, TensorEntry
 from ....weight_sync.proof.element_map import ElementMap, Piece, View
 from ... import replaced

@@ -26,7 +26,7 @@ from verl.utils.vllm.vllm_quant_utils import (
 
 from ....errors import ProofError
 from ....weight_sync.engine.engine_adapter import Computed
-from ....weight_sync.engine.standby.standby_conversion import Convert, Converted, Named
+from ....weight_sync.engine.standby import Convert, Converted, Named
 from ....weight_sync.memory.manifest import TensorEntry
 from ....weight_sync.proof.element_map import Piece, View
 from ... import replaced

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from recipe.async_pipeline.weight_sync.engine.attempt_gate import AttemptGate
+from recipe.async_pipeline.weight_sync.engine.response import AttemptGate
 
 pytestmark = pytest.mark.virtual_time
 
