@@ -58,7 +58,7 @@ import sys
 from pathlib import Path
 
 import recipe.async_pipeline as package
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 
 venv, root = map(Path, sys.argv[1:])
 assert Path(package.__file__).is_relative_to(venv), f"{package.__file__} is not the wheel's"

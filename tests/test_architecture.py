@@ -139,7 +139,7 @@ def test_layers_import_what_is_below_them() -> None:
 
 
 LAZY = {
-    "agents/observations.py": "PIL",
+    "agents/environment.py": "PIL",
     "agents/gym_environment.py": "gymnasium",
     "agents/frozen_lake.py": "gymnasium",
     "agents/open_env.py": "websockets",
@@ -186,7 +186,7 @@ def test_only_images_need_diffusers() -> None:
 
 
 SERVES = {
-    **dict.fromkeys(("gateway/app.py", "gateway/in_flight.py", "gateway/task_routes.py"), {"starlette"}),
+    **dict.fromkeys(("gateway/app.py", "gateway/task_routes.py", "gateway/task_routes.py"), {"starlette"}),
     "gateway/server.py": {"uvicorn"},
 }
 """The modules that import the optional packages of the gateway, and only in the process that serves."""

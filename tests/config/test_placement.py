@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.config.keys.foreign_pools import pools_of_ratios, pools_of_tasks
+from recipe.async_pipeline.config.keys.foreign_keys import pools_of_ratios, pools_of_tasks
 from recipe.async_pipeline.config.placement import PLACED, Placement, place, placement_of, wishes_of
 from recipe.async_pipeline.errors import ConfigError
 

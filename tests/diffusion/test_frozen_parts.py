@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.diffusion.families import EMPTY
-from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts, as_picture
-from recipe.async_pipeline.diffusion.model_folder import ModelFolder
+from recipe.async_pipeline.diffusion.model_folder import FrozenParts, ModelFolder, as_picture
 
 pytestmark = pytest.mark.real_engine
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from recipe.async_pipeline.diffusion.windows import (
     EveryStep,
     RandomWindow,
     SdeWindow,
+    seed_of,
+    stream,
     windows,
 )
 from recipe.async_pipeline.errors import ConfigError
@@ -73,3 +76,28 @@ def test_one_step_has_no_window() -> None:
 def test_a_range_has_two_ends() -> None:
     with pytest.raises(ConfigError, match=r"sde_window_range must be \[first, end\], got \[0\]"):
         windows(10, 3, [0])
+
+
+def test_equal_parts_give_equal_numbers() -> None:
+    first, second = (torch.randn(5, generator=stream(7, "prompt", 3)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_other_parts_give_other_numbers() -> None:
+    parts: list[tuple[int | str, ...]] = [
+        (7, "a", 3),
+        (7, "a", 4),
+        (8, "a", 3),
+        (7, "a3"),
+        (7, "a", "3"),
+        ("7", "a", 3),
+        (7, "a"),
+        (),
+    ]
+    seeds = {seed_of(*one) for one in parts}
+    assert len(seeds) == len(parts)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_seeds_do_not_depend_on_the_process() -> None:
+    assert seed_of("window", 5) == 8727732299630024320

@@ -20,12 +20,10 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts
-from recipe.async_pipeline.diffusion.model_folder import ModelFolder
+from recipe.async_pipeline.diffusion.model_folder import FrozenParts, ModelFolder
 from recipe.async_pipeline.diffusion.policy import evaluate
-from recipe.async_pipeline.diffusion.seeds import seed_of
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
-from recipe.async_pipeline.diffusion.windows import RandomWindow
+from recipe.async_pipeline.diffusion.windows import RandomWindow, seed_of
 from recipe.async_pipeline.lab.tasks.image_task.image_model import MAX_TOKENS
 from recipe.async_pipeline.lab.tasks.image_task.image_reward import compute_score
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from recipe.async_pipeline.agents.environment import EnvironmentSpec, Step
-from recipe.async_pipeline.agents.observations import png
+from recipe.async_pipeline.agents.environment import EnvironmentSpec, Step, png
 
 
 class Counting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.patches import verl_source
 
 

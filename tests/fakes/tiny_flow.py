@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from recipe.async_pipeline.diffusion.schedule import NoiseSchedule, shifted_schedule
-from recipe.async_pipeline.diffusion.seeds import seed_of
 from recipe.async_pipeline.diffusion.step_engine import SampleRequest, Sampling
-from recipe.async_pipeline.diffusion.windows import RandomWindow
+from recipe.async_pipeline.diffusion.windows import RandomWindow, seed_of
 
 SHAPE = (2, 4, 4)
 STEPS = 6

@@ -24,7 +24,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 from starlette.routing import Route  # noqa: E402
 
-from recipe.async_pipeline.gateway import in_flight  # noqa: E402
+from recipe.async_pipeline.gateway import task_routes  # noqa: E402
 from recipe.async_pipeline.gateway.app import CONVERSATION, MAX_MARKS, Gateway  # noqa: E402
 
 Serve = Callable[..., Any]
@@ -220,7 +220,7 @@ async def test_a_body_of_too_many_values_is_not_read(serve: Serve, path: str) ->
 async def test_a_session_with_too_many_requests_is_429_with_a_time(
     serve: Serve, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_flight, "MAX_REQUESTS", 0)
+    monkeypatch.setattr(task_routes, "MAX_REQUESTS", 0)
     async with serve() as at, httpx.AsyncClient(base_url=at.url) as http:
         found = await http.post(path, json=BODY, headers=bearer(at.session.keys.model))
         assert (found.status_code, found.headers["retry-after"]) == (429, "1")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.patches import patched_tree, verl_source
 from tests import HANG_S, REPOSITORY
 

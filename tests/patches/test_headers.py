@@ -10,7 +10,7 @@ import re
 import pytest
 
 import recipe.async_pipeline
-from recipe.async_pipeline.installed.patch_state import FILE, patches_dir
+from recipe.async_pipeline.installed.verl import FILE, patches_dir
 from recipe.async_pipeline.tools.patches import series
 from tests import REPOSITORY
 

@@ -26,10 +26,9 @@ from verl.workers.engine.base import EngineRegistry
 from recipe.async_pipeline.diffusion.families import EMPTY, StableDiffusion3, stacked
 from recipe.async_pipeline.diffusion.model_folder import ModelFolder
 from recipe.async_pipeline.diffusion.policy import evaluate
-from recipe.async_pipeline.diffusion.seeds import seed_of
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
-from recipe.async_pipeline.diffusion.windows import RandomWindow
+from recipe.async_pipeline.diffusion.windows import RandomWindow, seed_of
 from recipe.async_pipeline.verl_bridge.rollout.diffusers.fields import CONDITION, HOLDER
 from recipe.async_pipeline.verl_bridge.workers.diffusion import (
     diffusion_engine,  # noqa: F401  registers it

@@ -23,8 +23,7 @@ from typing import Any, Protocol, TypeVar
 from ..core.waits.deadline import GRACE_S, within
 from ..core.waits.threads import in_thread_of, made_in_executor
 from ..errors import EnvironmentFailed, WaitTimeout
-from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step
-from .observations import Observation, of_json
+from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Observation, Player, Step, of_json
 
 T = TypeVar("T")
 ENV_PROCESS = f"{__package__}.processes.env_process"

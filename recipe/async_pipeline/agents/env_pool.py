@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from ..core.waits.deadline import GRACE_S, within
 from ..errors import EnvironmentFailed, WaitTimeout
 from .env_hosts import HOSTS, EnvironmentHost
-from .environment import EnvironmentSpec, Isolation, Step
-from .observations import Observation
+from .environment import EnvironmentSpec, Isolation, Observation, Step
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ..errors import ConfigError
+from .environment import squares
 from .gym_environment import GymEnvironment
-from .observations import squares
 
 ACTIONS = "LDRU"
 """Letters of the actions, in the order of their numbers in gymnasium."""

@@ -7,8 +7,7 @@ import re
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from .environment import Step
-from .observations import png
+from .environment import Step, png
 
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 """An action; more digits do not fit into the 64 bits of gymnasium's numbers."""

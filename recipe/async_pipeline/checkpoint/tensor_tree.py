@@ -14,10 +14,13 @@ import array
 import datetime
 import decimal
 import fractions
+import os
 import pathlib
+import pickle
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -369,3 +372,36 @@ _REBUILT: Mapping[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], An
         _unflatten(key, tensors): _unflatten(one, tensors) for key, one in plain[_MAPPING]
     },
 }
+
+
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""torch's own switch; it overrides the `weights_only` argument of `torch.load`."""
+_RANDOM_STATE_TYPES = [np.zeros(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+
+
+@contextmanager
+def weights_only(folder: Path) -> Iterator[None]:
+    """Restrict `torch.load` to tensors and plain values. `folder` is named in errors.
+
+    Raises CheckpointError if a file holds other objects; none of their code has run.
+
+    verl has `torch.load` unpickle arbitrary objects; the checkpoints that it writes do not need that.
+    """
+    import torch.distributed.tensor  # noqa: F401  makes its classes known to the unpickler
+
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+
+    try:
+        with torch.serialization.safe_globals(_RANDOM_STATE_TYPES):
+            yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{folder} holds more than tensors and plain values, and was not loaded: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before

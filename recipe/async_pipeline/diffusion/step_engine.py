@@ -28,8 +28,7 @@ from .families import Conditions, stacked
 from .policy import VelocityField, velocities
 from .schedule import NoiseSchedule, joined
 from .sde import SdeKind, check_noise, transition
-from .seeds import stream
-from .windows import SdeWindow
+from .windows import SdeWindow, stream
 
 T = TypeVar("T")
 StepSpan = tuple[int, int]

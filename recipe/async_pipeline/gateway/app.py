@@ -38,10 +38,9 @@ from ..core.waits.deadline import within
 from ..errors import RequestRefused, WaitTimeout
 from .claims import Claims
 from .dialects import COUNTING, DIALECTS
-from .in_flight import BUSY, InFlight
 from .registry import Sessions
 from .sessions import UNAVAILABLE, Session, digest_of
-from .task_routes import TASKS, Handler, TaskRoutes, key_of
+from .task_routes import BUSY, TASKS, Handler, InFlight, TaskRoutes, key_of
 from .turns import Reply, TokenReply
 from .wire import CountingDialect, Dialect, Read, decoded, texts
 

@@ -23,11 +23,20 @@ from typing import Any, Literal
 
 from ..errors import RequestRefused
 from .chains import AnswerPlace, ChainRow, Chains, Completion, OpenRequest
-from .continued_text import ContinuedText
 from .conversation import hashable
 from .pictures import pictures_of
 from .turn_rewards import TurnRewards
-from .turns import Ask, CannotAppend, Deliveries, Reply, SessionEngine, TokenReply, reply_of, without_prefill
+from .turns import (
+    Ask,
+    CannotAppend,
+    ContinuedText,
+    Deliveries,
+    Reply,
+    SessionEngine,
+    TokenReply,
+    reply_of,
+    without_prefill,
+)
 
 DONE, RECALLED = "done", "recalled"
 """Reasons that agents read, named as the ends of their episodes in `agents.episodes`."""

@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from ..errors import ContractError
-from .patch_state import patches_dir, read_or_none
+from .verl import patches_dir, read_or_none
 
 FILE = "engines.json"
 ENGINES = ("vllm", "sglang")

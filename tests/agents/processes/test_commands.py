@@ -19,10 +19,10 @@ from recipe.async_pipeline.agents.processes.commands import (
     KEPT_BYTES,
     Finished,
     LeftBehind,
+    OutputLog,
     environment,
     run_command,
 )
-from recipe.async_pipeline.agents.processes.output_log import OutputLog
 from tests import HANG_S
 from tests.fakes.descriptors import Descriptors
 from tests.fakes.waiting import until

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from recipe.async_pipeline.agents.processes.output_log import HEAD_BYTES, TAIL_BYTES, OutputLog
+from recipe.async_pipeline.agents.processes.commands import HEAD_BYTES, TAIL_BYTES, OutputLog
 
 
 def test_short_output_is_whole() -> None:

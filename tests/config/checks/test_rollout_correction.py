@@ -20,7 +20,7 @@ from recipe.async_pipeline.config.checks.rollout_correction import (
     check_loss_parameters,
     describe_correction,
 )
-from recipe.async_pipeline.config.keys.loss_modes import LOSS_OF_VARIANT, OWN_LOSSES
+from recipe.async_pipeline.config.keys.foreign_keys import LOSS_OF_VARIANT, OWN_LOSSES
 from recipe.async_pipeline.config.paths import nested
 from recipe.async_pipeline.errors import ConfigError
 from tests import REPOSITORY
@@ -38,7 +38,7 @@ def test_the_plain_policy_gradient_is_not_verls_vanilla() -> None:
 
 
 def test_names_load_without_torch() -> None:
-    module = "recipe.async_pipeline.config.keys.loss_modes"
+    module = "recipe.async_pipeline.config.keys.foreign_keys"
     code = f"import sys, {module}; print({{'torch', 'verl', 'ray'}} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=REPOSITORY

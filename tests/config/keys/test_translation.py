@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.agents.episodes import POLICIES as END_POLICIES
 from recipe.async_pipeline.agents.episodes import EndPolicies
 from recipe.async_pipeline.config.keys.aliases import FOREIGN
-from recipe.async_pipeline.config.keys.loss_modes import LOSS_OF_VARIANT
+from recipe.async_pipeline.config.keys.foreign_keys import LOSS_OF_VARIANT
 from recipe.async_pipeline.config.keys.misplaced import SWITCHES
 from recipe.async_pipeline.config.keys.translation import Translation, is_enabled, resolve
 from recipe.async_pipeline.config.knobs.schema import AsyncPipelineConfig, canonical_strategy, knob_paths

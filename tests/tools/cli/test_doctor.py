@@ -15,7 +15,7 @@ from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.installed import verl
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.cli import doctor
 from recipe.async_pipeline.tools.cli.findings.finding import Finding, as_line
 from recipe.async_pipeline.tools.contract import compare

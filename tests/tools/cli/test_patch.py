@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli.main import main
-from recipe.async_pipeline.installed import patch_state
-from recipe.async_pipeline.installed.patch_state import require_patched
+from recipe.async_pipeline.installed import verl as installed_verl
+from recipe.async_pipeline.installed.verl import require_patched
 from recipe.async_pipeline.tools.patches import patched_tree, verl_source
 from recipe.async_pipeline.tools.patches.unified_diff import format_diff
 
@@ -28,7 +28,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "verl/version/version").write_text("1.2\n")
     (root / "verl/__init__.py").write_text("")
     (root / "verl/a.py").write_bytes(b"a\n")
-    monkeypatch.setattr(patch_state, "patches_dir", lambda: folder)
+    monkeypatch.setattr(installed_verl, "patches_dir", lambda: folder)
     monkeypatch.setattr(verl_source, "published_file", lambda folder, path: b"a\n")
     return root
 
@@ -59,8 +59,8 @@ def test_refresh_rewrites_the_patch(tree: Path, capsys: pytest.CaptureFixture[st
     (tree / "verl/a.py").write_bytes(b"AAA\n")
     assert main(["patch", "refresh", "1.patch"]) == 0
     assert "changed patches/1.patch" in capsys.readouterr().out
-    assert patched_tree.patch_state(tree, folder=patch_state.patches_dir()).overall == "applied"
-    require_patched(tree, patch_state.ids_for(tree, patch_state.patches_dir()))
+    assert patched_tree.patch_state(tree, folder=installed_verl.patches_dir()).overall == "applied"
+    require_patched(tree, installed_verl.ids_for(tree, installed_verl.patches_dir()))
 
 
 def test_a_diverged_tree_is_a_user_error(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:

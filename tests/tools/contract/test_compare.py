@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.contract.compare import ContractProblem, Subject, compare
 from recipe.async_pipeline.tools.patches import series, verl_source
 

@@ -41,7 +41,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.installed.engines import ENGINES, EngineTree, installed
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.contract import declared, engines
 from recipe.async_pipeline.tools.contract.arguments import arguments_in
 from recipe.async_pipeline.tools.contract.engines import EngineContract

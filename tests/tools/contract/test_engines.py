@@ -15,7 +15,7 @@ import pytest
 
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.installed.engines import ENGINES, FILE, EngineTree, files_id, installed
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.contract import declared, engines
 from recipe.async_pipeline.tools.contract.declared import Alternative, Need
 from recipe.async_pipeline.tools.contract.engines import Difference, EngineContract

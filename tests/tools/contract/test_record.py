@@ -9,7 +9,7 @@ import pytest
 
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.installed.engines import FILE as ENGINES_FILE
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.contract import engines, record, trees
 from recipe.async_pipeline.tools.contract.shapes import shape_of
 from recipe.async_pipeline.tools.contract.uses import uses_of

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed import patch_state
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed import verl as installed_verl
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.patches import patched_tree
 from recipe.async_pipeline.tools.patches.unified_diff import format_diff
 from tests.fakes.patch_folder import APPLIED, HEADER, PRISTINE, contents, expected, write
@@ -100,10 +100,10 @@ def test_the_real_series_on_the_published_verl(published_verl: Path, monkeypatch
         read.append(file.relative_to(root).as_posix())
         return plain(file)
 
-    plain = patch_state.read_or_none
+    plain = installed_verl.read_or_none
     with monkeypatch.context() as patch:
-        patch.setattr(patch_state, "read_or_none", noted)
-        patch_state.require_patched(root)
+        patch.setattr(installed_verl, "read_or_none", noted)
+        installed_verl.require_patched(root)
     assert read == [file.path for file in state.files], "every trainer runs this check at startup"
     assert contents(root).keys() - published.keys() == {"verl/trainer/ppo/pipeline.py"}
     patched_tree.revert(root, folder=folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.patches import patched_tree, series
 from recipe.async_pipeline.tools.patches.refresh import refresh
 from tests.fakes.patch_folder import HEADER, PRISTINE, contents, expected, write

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed.patch_state import NULL_ID, blob_id
+from recipe.async_pipeline.installed.verl import NULL_ID, blob_id
 from recipe.async_pipeline.tools.patches.unified_diff import format_diff, parse_diffs
 
 LINES = st.lists(

@@ -11,7 +11,7 @@ import pytest
 from recipe.async_pipeline.config.keys.older_verl import MOVED
 from recipe.async_pipeline.config.keys.without_effect import WITHOUT_EFFECT, is_below
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.patches import verl_source
 from recipe.async_pipeline.tools.verl_keys.reads import KeyRead, Unit
 from recipe.async_pipeline.tools.verl_keys.verdicts import DECIDED, FILE, VerlKeys, as_text, of_tree, verdicts

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config.keys.loss_modes import LOSS_CONFIG, LOSS_OF_VARIANT, OWN_LOSSES
+from recipe.async_pipeline.config.keys.foreign_keys import LOSS_CONFIG, LOSS_OF_VARIANT, OWN_LOSSES
 from recipe.async_pipeline.errors import ConfigError
 from tests.conftest import Load
 

@@ -24,8 +24,7 @@ from typing import Any
 
 from ...errors import EnvironmentFailed
 from ...processes import end_with_parent, gain_no_rights
-from ..environment import MESSAGE_BYTES, EnvironmentSpec, Player
-from ..observations import to_json
+from ..environment import MESSAGE_BYTES, EnvironmentSpec, Player, to_json
 from .command_process import adopt_orphans, end_children, guard, reap_orphans
 
 

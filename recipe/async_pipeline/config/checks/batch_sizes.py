@@ -22,9 +22,8 @@ from typing import Any
 from ...errors import ConfigError
 from ..paths import select
 from ..placement import Placement, Pool
-from .divisibility import check_divides, divisor_below
+from .divisibility import OTHERS, check_divides, divisor_below
 from .refusals import check_all, positive
-from .training_engine import OTHERS
 
 ACTOR, REF, ROLLOUT, CRITIC = (
     "actor_rollout_ref.actor",

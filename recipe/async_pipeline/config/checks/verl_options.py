@@ -8,6 +8,7 @@ from typing import Any
 from ..derived.adapters import MODEL, adapter_rank, publishes_adapters
 from ..keys.older_verl import IS_LEVEL, IS_MODE, IS_VETO, OF_ALL_DEVICES, SAMPLER, UNREAD
 from ..paths import MODE, OWN, PATCH_FREE
+from .divisibility import OTHERS, SHARDED
 from .refusals import (
     Refusal,
     Settings,
@@ -27,7 +28,6 @@ from .refusals import (
     whole_or_none,
 )
 from .rollout_correction import UNUSABLE
-from .training_engine import OTHERS, SHARDED
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
 STRATEGIES = ("fsdp", "fsdp2", "megatron", *OTHERS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .divisibility import ACTOR, SHARDED
 from .refusals import (
     ALWAYS,
     Refusal,
@@ -25,7 +26,6 @@ from .refusals import (
     whole_or_none,
 )
 from .rollout_correction import AGGREGATIONS
-from .training_engine import ACTOR, SHARDED
 
 KL = ("kl", "k1", "k1+", "abs", "abs+", "mse", "k2", "low_var_kl", "low_var_kl+", "k3", "k3+")
 """With a plus, the gradient is that of k2."""

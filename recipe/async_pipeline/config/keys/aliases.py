@@ -15,9 +15,20 @@ from ..knobs.agentic import agent_loop_for
 from ..knobs.schema import MOST_LAG, canonical_strategy, knob_paths
 from ..paths import OWN, hint, select
 from ..placement import TASK_RATIOS, TASKS
-from .foreign_keys import Document, Draft, ForeignKey, Outcome, Takes, WrongValue, left_out, required, to
-from .foreign_pools import pools_of_ratios, pools_of_tasks
-from .loss_modes import LOSS_OF_VARIANT
+from .foreign_keys import (
+    LOSS_OF_VARIANT,
+    Document,
+    Draft,
+    ForeignKey,
+    Outcome,
+    Takes,
+    WrongValue,
+    left_out,
+    pools_of_ratios,
+    pools_of_tasks,
+    required,
+    to,
+)
 
 BYPASS = f"{CORRECTION}.bypass_mode"
 _BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"

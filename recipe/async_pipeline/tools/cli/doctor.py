@@ -21,7 +21,7 @@ from recipe.async_pipeline.config.paths import MODE, PATCH_FREE
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
 from recipe.async_pipeline.errors import ConfigError, PatchError
 from recipe.async_pipeline.installed import engines, verl
-from recipe.async_pipeline.installed.patch_state import patches_dir, require_patched
+from recipe.async_pipeline.installed.verl import patches_dir, require_patched
 from recipe.async_pipeline.tools.patches import patched_tree, series, verl_source
 
 from .findings.engine_findings import check_versions, examine_engines

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_pipeline.console import EXIT_OK, echo
-from recipe.async_pipeline.installed import patch_state
+from recipe.async_pipeline.installed import verl as installed_verl
 from recipe.async_pipeline.tools.patches import patched_tree, series, verl_source
 from recipe.async_pipeline.tools.patches.refresh import refresh
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action and print its result. Raises PatchError as the functions of `tools/patches` do."""
-    folder = patch_state.patches_dir()
+    folder = installed_verl.patches_dir()
     result = _fetch(args, folder) if args.action == "fetch" else _on_tree(args, folder)
     echo(json.dumps(result, indent=2) if args.json else _as_text(result))
     return EXIT_OK
@@ -76,7 +76,7 @@ def _on_tree(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rewritten = refresh(args.patch, root, pristine=pristine, add=args.paths, folder=folder)
         if rewritten:
             series.record_ids(patches)
-            changed = (f"patches/{args.patch}", f"patches/{patch_state.FILE}")
+            changed = (f"patches/{args.patch}", f"patches/{installed_verl.FILE}")
     return _report(args.action, root, folder, changed=changed)
 
 

@@ -18,8 +18,7 @@ from typing import Any
 from recipe.async_pipeline.errors import ContractError
 from recipe.async_pipeline.installed.engines import ENGINES, installed
 from recipe.async_pipeline.installed.engines import FILE as ENGINES_FILE
-from recipe.async_pipeline.installed.patch_state import patches_dir
-from recipe.async_pipeline.installed.verl import has, keys_of_tree
+from recipe.async_pipeline.installed.verl import has, keys_of_tree, patches_dir
 from recipe.async_pipeline.tools.patches import series, verl_source
 
 from . import config_keys, engines, trees

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed.patch_state import NULL_ID, blob_id
+from recipe.async_pipeline.installed.verl import NULL_ID, blob_id
 from recipe.async_pipeline.tools.patches.series import PatchSeries
 from recipe.async_pipeline.tools.patches.unified_diff import FileDiff, git_apply
 

@@ -21,8 +21,8 @@ from ...config.derived.adapters import (
     version_bytes,
 )
 from ...config.derived.old_policy import read_before_update
-from ...config.derived.open_requests import OpenRequests
 from ...config.derived.sample_store import StoreBudget, store_budget
+from ...config.derived.scheduling import OpenRequests
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import select
 from ...config.placement import Placement
@@ -63,7 +63,7 @@ class Plan:
     """Upper bound for groups in flight or finished but not yet trained."""
     responses_at_once: int
     engine_slots: int
-    """Responses that the replicas generate concurrently; others wait, see `config.derived.open_requests`."""
+    """Responses that the replicas generate concurrently; others wait, see `config.derived.scheduling`."""
     open_requests: int
     """Requests that may be open on one replica."""
     store: StoreBudget

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...config.checks.batch_sizes import training_ranks
+from ...config.checks.divisibility import ACTOR, OTHERS, SHARDED
 from ...config.checks.rollout_correction import PI_OLD, POLICY_LOSS, WITHOUT_RATIO
 from ...config.checks.teachers import LOSS as TEACHERS_LOSS
 from ...config.checks.teachers import TOPK, teachers_of
-from ...config.checks.training_engine import ACTOR, OTHERS, SHARDED
-from ...config.keys.loss_modes import LOSS_OF_VARIANT
+from ...config.keys.foreign_keys import LOSS_OF_VARIANT
 from ...config.paths import select
 
 MEGATRON_SIZES = {

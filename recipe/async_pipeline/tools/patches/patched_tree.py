@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed.patch_state import State, blob_id, read_or_none
+from recipe.async_pipeline.installed.verl import State, blob_id, read_or_none
 from recipe.async_pipeline.tools.patches.series import PatchSeries, load_series, series_names
 from recipe.async_pipeline.tools.patches.verl_source import series_folder
 

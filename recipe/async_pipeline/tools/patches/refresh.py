@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed.patch_state import patches_dir, read_or_none
+from recipe.async_pipeline.installed.verl import patches_dir, read_or_none
 from recipe.async_pipeline.tools.patches.series import PatchSeries, load_patch, series_names
 from recipe.async_pipeline.tools.patches.unified_diff import format_diff
 

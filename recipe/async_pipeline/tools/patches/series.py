@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed.patch_state import FILE, FileIds
+from recipe.async_pipeline.installed.verl import FILE, FileIds
 from recipe.async_pipeline.tools.patches.unified_diff import FileDiff, parse_diffs
 from recipe.async_pipeline.tools.patches.verl_source import read_pin
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.installed.patch_state import NULL_ID, blob_id
+from recipe.async_pipeline.installed.verl import NULL_ID, blob_id
 
 _DIFF = re.compile(rb"diff --git a/(?P<old>\S+) b/(?P<new>\S+)")
 _INDEX = re.compile(rb"index (?P<old>[0-9a-f]{40})\.\.(?P<new>[0-9a-f]{40})( 100(644|755))?")

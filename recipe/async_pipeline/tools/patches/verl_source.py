@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.installed import verl
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 
 DOWNLOAD_TIMEOUT_S = 600.0
 """Deadline for pip, which retries by itself; the sdist is 2 MB."""

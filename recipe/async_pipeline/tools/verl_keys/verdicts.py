@@ -18,8 +18,7 @@ from ...config.checks.refusals import ALWAYS
 from ...config.checks.verl_options import RULES
 from ...config.keys.without_effect import is_below, why_without_effect
 from ...config.paths import walk
-from ...installed.patch_state import patches_dir
-from ...installed.verl import OF_ALL_ENGINES, keys_of_tree
+from ...installed.verl import OF_ALL_ENGINES, keys_of_tree, patches_dir
 from ..contract import trees
 from ..contract.sources import Definition, Sources
 from ..patches import series, verl_source

@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.workers.rollout.replica import TokenOutput
 
 from ...config.paths import OWN
-from ...diffusion.seeds import seed_of
+from ...diffusion.windows import seed_of
 from ..rollout.diffusers.fields import CONDITION, CONDITIONS, HOLDER, IMAGE, LATENTS, PICTURE, WANTED
 from ..workers.diffusion.diffusion_model import Denoising
 from .episodes.episode import change_episode, current_episode

@@ -12,7 +12,7 @@ from ...config.derived.adapters import publishes_adapters
 from ...config.paths import OWN
 from ...errors import ConfigError
 from ...installed.engines import EngineTree, installed, recorded_release
-from ...installed.patch_state import patches_dir
+from ...installed.verl import patches_dir
 from ..rules.model_rules import (
     described_model,
     has_experts,

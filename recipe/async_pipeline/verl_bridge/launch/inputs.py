@@ -24,9 +24,9 @@ from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+from ...config.checks.divisibility import OTHERS, SHARDED
 from ...config.checks.refusals import UNREADABLE
 from ...config.checks.teachers import LOSS, MODELS, TOPK, servers_of, teachers_of
-from ...config.checks.training_engine import OTHERS, SHARDED
 from ...config.derived.adapters import ALL_LINEAR, adapter_rank, count_adapter_parameters
 from ...config.paths import OWN, hint, select
 from ...errors import ConfigError

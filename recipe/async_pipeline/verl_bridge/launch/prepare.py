@@ -27,7 +27,7 @@ from ...config.checks.agent_program import program_values
 from ...config.checks.rollout_correction import describe_correction
 from ...config.checks.verl_options import MANAGER
 from ...config.derived.runtime import RuntimeConfig
-from ...config.keys.loss_modes import LOSS_CONFIG
+from ...config.keys.foreign_keys import LOSS_CONFIG
 from ...config.keys.misplaced import SWITCHES
 from ...config.knobs.schema import AsyncPipelineConfig, is_strategy, plain
 from ...config.paths import OWN, RUNTIME

@@ -14,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...config.checks.machine import require_machine
 from ...config.derived.adapters import arena_bytes
-from ...config.derived.open_requests import OpenRequests
 from ...config.derived.runtime import RuntimeConfig
 from ...config.derived.sample_store import store_budget
+from ...config.derived.scheduling import OpenRequests
 from ...config.keys.entry_points import EntryPoint, rewritten
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN, RUNTIME, nested, select

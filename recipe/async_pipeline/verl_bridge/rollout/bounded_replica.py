@@ -13,7 +13,7 @@ class BoundedReplica:
     """Base of a replica class, before verl's class."""
 
     def __init__(self, *args: Any, max_open_requests: int, **kwargs: Any) -> None:
-        """`max_open_requests`: see `config.derived.open_requests`."""
+        """`max_open_requests`: see `config.derived.scheduling`."""
         super().__init__(*args, **kwargs)
         self._max_open_requests = max_open_requests
 

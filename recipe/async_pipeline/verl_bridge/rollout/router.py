@@ -4,7 +4,7 @@
 verl asks an actor twice for each turn of each response, and unpickles a replica's handle each time. If
 each agent loop worker balances its own requests, all requests together are balanced too.
 
-At most `share` requests of this worker are open on a replica (`config.derived.open_requests`). Further
+At most `share` requests of this worker are open on a replica (`config.derived.scheduling`). Further
 requests wait here, not in the replica: here they can be cancelled, go to another replica that has room
 first, and begin with newer weights.
 """

@@ -30,8 +30,7 @@ from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import MODE, OWN, PATCH_FREE, select
 from ...config.placement import POOLS, RATIOS, TASK_RATIOS, TASKS, Placement, placement_of
 from ...errors import ConfigError
-from ...installed.patch_state import require_known, require_patched
-from ...installed.verl import find_verl_root
+from ...installed.verl import find_verl_root, require_known, require_patched
 from .. import replaced
 from ..launch import light_verl
 from ..launch.data_files import rows_of

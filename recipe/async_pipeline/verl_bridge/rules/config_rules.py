@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.checks.divisibility import check_replicas
+from ...config.checks.divisibility import check_class, check_replicas
 from ...config.checks.refusals import Settings, check_all, refuse
 from ...config.checks.rollout_correction import (
     CORRECTION,
@@ -22,7 +22,6 @@ from ...config.checks.rollout_correction import (
     check_loss,
 )
 from ...config.checks.teachers import check_teachers
-from ...config.checks.training_engine import check_class
 from ...config.checks.user_classes import find_class, schedule_at
 from ...config.checks.verl_options import (
     ADAPTERS,
@@ -35,7 +34,7 @@ from ...config.checks.verl_options import (
 )
 from ...config.checks.verl_values import VALUES
 from ...config.derived.adapters import adapter_rank
-from ...config.keys.loss_modes import LOSS_CONFIG, OWN_LOSSES
+from ...config.keys.foreign_keys import LOSS_CONFIG, OWN_LOSSES
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import OWN, hint, select, walk
 from ...config.placement import Placement

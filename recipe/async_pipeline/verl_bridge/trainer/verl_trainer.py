@@ -15,8 +15,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from ...config.checks.teachers import servers_of
 from ...core.schedule import Schedule
-from ...installed.patch_state import require_known
-from ...installed.verl import find_verl_root
+from ...installed.verl import find_verl_root, require_known
 from ...observe.causes import causes
 from .. import replaced
 from ..agent_loop.tokens import template_check

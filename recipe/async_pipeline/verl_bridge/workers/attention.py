@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ...config.checks.training_engine import SHARDED
+from ...config.checks.divisibility import SHARDED
 from ...errors import ConfigError
 from ..rules.model_rules import description_of, has_critic, has_linear_attention, has_reference, text_model
 

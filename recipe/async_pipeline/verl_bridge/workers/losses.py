@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off-policy token losses that verl lacks. `config/keys/loss_modes.py` has ROLL's names of them.
+"""Off-policy token losses that verl lacks. `config/keys/foreign_keys.py` has ROLL's names of them.
 
 Every tensor is (batch, response length). Log-probs are of the generated tokens: `log_prob` under
 the policy in training, `old_log_prob` under the reference policy of the ratio. To correct for the age of

@@ -21,7 +21,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from ...checkpoint import store
-from ...checkpoint.safe_load import weights_only
+from ...checkpoint.tensor_tree import weights_only
 from ...core.waits.deadline import within
 from ...errors import WeightSyncError
 from ...weight_sync.engine.shard_load import RankLoad, load_parts, prove_parts, require_same_adapter

@@ -52,8 +52,7 @@ def test_it_is_made_once_and_every_part_is_read_again(
     import pyarrow.parquet
     import torch
 
-    from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts
-    from recipe.async_pipeline.diffusion.model_folder import ModelFolder
+    from recipe.async_pipeline.diffusion.model_folder import FrozenParts, ModelFolder
 
     said: list[str] = []
     made = ensure_toy(small(model), tmp_path, report=said.append)

@@ -52,7 +52,7 @@ def pipeline(request: pytest.FixtureRequest) -> Any:
 def test_each_part_is_trained_by_its_own_steps(pipeline: Any) -> None:
     import torch
 
-    from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts
+    from recipe.async_pipeline.diffusion.model_folder import FrozenParts
 
     def weights(part: Any) -> list[Any]:
         return [one.detach().clone() for one in part.parameters()]

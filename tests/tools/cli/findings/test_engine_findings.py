@@ -12,7 +12,7 @@ import pytest
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 from recipe.async_pipeline.installed.engines import FILE, EngineTree, files_id
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.cli.findings import engine_findings
 from recipe.async_pipeline.tools.contract import engines
 from recipe.async_pipeline.tools.contract.engines import Difference

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
-from recipe.async_pipeline.agents.processes.output_log import OutputLog
+from recipe.async_pipeline.agents.processes.commands import OutputLog
 from recipe.async_pipeline.core.groups.bad_data import Flaw
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import EnvironmentFailed, WaitTimeout

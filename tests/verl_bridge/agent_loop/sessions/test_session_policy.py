@@ -14,7 +14,7 @@ from PIL import Image
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
-from recipe.async_pipeline.agents.observations import png
+from recipe.async_pipeline.agents.environment import png
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.pictures import SentPicture
 from recipe.async_pipeline.gateway.turns import CannotAppend, Form

@@ -391,7 +391,7 @@ class Check:
 
     def resume(self) -> dict[str, Any]:
         """Save, train, load as a new process does, train again: both give the same weights, bit by bit."""
-        from recipe.async_pipeline.checkpoint.safe_load import weights_only
+        from recipe.async_pipeline.checkpoint.tensor_tree import weights_only
 
         checkpoint = str(self.folder / f"{self.name}.checkpoint")
         saved = self.export()

@@ -45,8 +45,7 @@ class ImageSpec(Spec):
         """
         import torch
 
-        from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts
-        from recipe.async_pipeline.diffusion.model_folder import ModelFolder
+        from recipe.async_pipeline.diffusion.model_folder import FrozenParts, ModelFolder
 
         train, val = self.task.scenes(self.seed)
         write_rows(image_rows(train, "train"), work / "train.parquet")

@@ -21,8 +21,7 @@ from recipe.async_pipeline.lab.tasks.image_task.image_reward import compute_scor
 if TYPE_CHECKING:
     import torch
 
-    from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts
-    from recipe.async_pipeline.diffusion.model_folder import ModelFolder
+    from recipe.async_pipeline.diffusion.model_folder import FrozenParts, ModelFolder
 
 SQUARE = 6
 """Height and width of a square, in pixels; it is anywhere in its quarter."""
@@ -164,9 +163,8 @@ def mean_score(
     """Return the mean score of samples of every prompt, drawn as in RL."""
     import torch
 
-    from recipe.async_pipeline.diffusion.seeds import seed_of
     from recipe.async_pipeline.diffusion.step_engine import SampleRequest, Sampling, StepEngine
-    from recipe.async_pipeline.diffusion.windows import EveryStep
+    from recipe.async_pipeline.diffusion.windows import EveryStep, seed_of
 
     steps = spec.num_sampling_steps
     sampling = Sampling(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.async_pipeline.installed.engines import ENGINES, EngineTree, installed
-from recipe.async_pipeline.installed.patch_state import patches_dir
+from recipe.async_pipeline.installed.verl import patches_dir
 from recipe.async_pipeline.tools.contract import engines
 
 from .finding import Finding

@@ -28,9 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from ....agents.env_pool import EnvironmentPool, Game, PoolLimits
-from ....agents.environment import EnvironmentSpec, Step
+from ....agents.environment import EnvironmentSpec, Observation, Step
 from ....agents.episodes import DONE
-from ....agents.observations import Observation
 from ....errors import ConfigError, EnvironmentFailed
 from ....gateway.conversation import Message
 from ...launch.run_config import knobs_of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ....agents.episodes import DONE, Action, EpisodeRules
-from ....agents.processes.output_log import OutputLog
+from ....agents.processes.commands import OutputLog
 from ....core.groups.bad_data import Flaw
 from ....core.groups.items import spans_of
 from ....core.waits.deadline import within

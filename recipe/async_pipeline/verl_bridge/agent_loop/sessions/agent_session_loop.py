@@ -26,9 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from ....agents.episodes import DONE, REDUNDANT
-from ....agents.processes.commands import LeftBehind
+from ....agents.processes.commands import LeftBehind, OutputLog
 from ....agents.processes.episode_folders import Folder
-from ....agents.processes.output_log import OutputLog
 from ....agents.processes.sandbox import Sandbox, reason_without
 from ....agents.runners import AgentSpec, Policy, Runner, Task, runner_of, verified
 from ....config.checks.agent_program import hidden_paths

@@ -15,9 +15,8 @@ import socket
 from contextlib import nullcontext
 from pathlib import Path
 
-from ....agents.processes.commands import LeftBehind
+from ....agents.processes.commands import LeftBehind, OutputLog
 from ....agents.processes.episode_folders import Folder
-from ....agents.processes.output_log import OutputLog
 from ....agents.runners import Policy, Task, reward_of
 from ....errors import AgentFailed
 from ....gateway.claims import ClaimLost, Claims

@@ -18,7 +18,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from ....diffusion.families import EMPTY, Conditions
-from ....diffusion.frozen_parts import FrozenParts
+from ....diffusion.model_folder import FrozenParts
 from ....diffusion.step_engine import SampleRequest, Sampling, StepEngine
 from ....diffusion.transformer_adapter import TransformerAdapter
 from ....diffusion.windows import SdeWindow

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from recipe.async_pipeline.gateway.continued_text import ContinuedText
 from recipe.async_pipeline.gateway.conversation import Said
+from recipe.async_pipeline.gateway.turns import ContinuedText
 
 
 def test_the_longest_text_that_is_known_is_continued() -> None:

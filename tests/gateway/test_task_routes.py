@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("starlette")
 from recipe.async_pipeline.errors import RequestRefused  # noqa: E402
-from recipe.async_pipeline.gateway.in_flight import BUSY, MAX_REQUESTS, InFlight  # noqa: E402
+from recipe.async_pipeline.gateway.task_routes import BUSY, MAX_REQUESTS, InFlight  # noqa: E402
 
 
 async def whole_body(scope: Any, receive: Any, send: Any) -> None:
