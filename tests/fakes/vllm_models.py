@@ -20,7 +20,7 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
-from recipe.async_pipeline.verl_bridge.rollout.served_tensors import served_tensors
+from recipe.async_pipeline.verl_bridge.rollout.served_parts import served_tensors
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import keep_weights_unpacked
 from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.verl_bridge.rollout.vllm.server import ON_DEVICE

@@ -30,10 +30,7 @@ from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRe
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.diffusion.windows import RandomWindow, seed_of
 from recipe.async_pipeline.verl_bridge.rollout.diffusers.fields import CONDITION, HOLDER
-from recipe.async_pipeline.verl_bridge.workers.diffusion import (
-    diffusion_engine,  # noqa: F401  registers it
-    prompt_conditions,
-)
+from recipe.async_pipeline.verl_bridge.workers.diffusion import diffusion_engine
 from recipe.async_pipeline.verl_bridge.workers.diffusion.diffusion_model import (
     Denoising,
     DiffusionModelConfig,
@@ -228,7 +225,7 @@ def run_rank(rank: int, *, cell: str, folder: Path) -> None:
     path = folder / "model"
     data, share = sampled(ModelFolder(path), guided=guided), SAMPLES // count
     rows = slice(rank * share, (rank + 1) * share)
-    vars(prompt_conditions)["tq"] = SampleStore(guided=guided)
+    vars(diffusion_engine)["tq"] = SampleStore(guided=guided)
     engine = make_engine(path, rank_of_adapter, guided=guided)
     first = whole(engine)
 

@@ -25,7 +25,7 @@ def test_the_entry_point_names_a_module_of_this_package() -> None:
 def test_importing_verl_loads_the_plugin(load: Load) -> None:
     load("verl")
     assert "recipe.async_pipeline.verl_bridge.plugin" in sys.modules
-    load("recipe.async_pipeline.verl_bridge.process.plugin_state").require_loaded()
+    load("recipe.async_pipeline.verl_bridge.process.after_import").require_loaded()
 
 
 @pytest.mark.real_engine

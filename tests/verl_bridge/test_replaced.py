@@ -131,7 +131,7 @@ def test_afterwards_the_stock_is_back(foreign: Any) -> None:
 ELSEWHERE = {
     "verl_bridge/rollout/sglang/cpu_stubs.py": "torch, in SGLang's processes on a CPU",
     "verl_bridge/workers/megatron/cuda_shim.py": "torch and Megatron without CUDA, on the CPU platform",
-    "verl_bridge/workers/megatron/holes.py": "faults of Megatron, each checked whether it is still there",
+    "verl_bridge/workers/megatron/standin.py": "faults of Megatron, each checked whether it is still there",
 }
 """Modules that replace names of other packages, none of them of STACK."""
 MEASURES = "lab/bench/jobs/"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway's routes for external runners: claim a task, renew its lease, report its end; bounds of requests."""
+"""The gateway's routes for external runners, and bounds of the requests that have no answer yet."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class InFlight:
     """Bounds of what a worker holds of requests that have no answer yet, as ASGI middleware.
 
     An agent may send any number of requests, and stall in the middle of each body. What has been read of a
-    body, and what it was decoded into, which takes up to a hundred times the memory, is held until its answer.
-    A request is refused where its handler reads the body, which words the refusal.
+    body, and what it was decoded into, which takes up to a hundred times the memory, is held until its
+    answer. A request is refused where its handler reads the body, which words the refusal.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ VERL_USE_EXTERNAL_MODULES may name it too, if VERL_USE_EXTERNAL_PLUGINS disables
 - the trainer `async_pipeline`, for `trainer.v1.trainer_mode=async_pipeline` without our patches;
 - the CPU platform, and what verl lacks there (used only with VERL_PLATFORM=cpu).
 
-It records that it ran, for the trainer's check at startup: see `plugin_state`.
+It records that it ran, for the check of the trainer at startup: see `process.after_import`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from types import ModuleType
 from typing import cast
 
-from .process.plugin_state import set_loaded
+from .process.after_import import set_loaded
 
 
 def load() -> None:

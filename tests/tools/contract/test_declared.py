@@ -177,7 +177,7 @@ NOT_OF_AN_ENGINE: Mapping[str, set[str]] = {
         *("models", "reports", "tensors_proved", "wrong"),
     },
     "verl_bridge/rollout/served_parts.py": {"published", "replicas", "served"},  # of `FusedPart`
-    "verl_bridge/rollout/sglang/generations.py": {"size", "send_pyobj"},  # of torch's group, of a socket
+    "verl_bridge/rollout/sglang/calls.py": {"size", "send_pyobj"},  # of torch's group, of a socket
     "verl_bridge/rollout/sglang/lora.py": {"name"},  # of `TensorEntry`
     "verl_bridge/rollout/sglang/pictures.py": {"given_tokens", "new_tensor"},  # of this package, and of torch
     "verl_bridge/rollout/vllm/adapter.py": {
@@ -274,7 +274,7 @@ OF_OTHERS: Mapping[str, set[str]] = {
         *("w1", "w2", "w3"),
     },
     # Not among the persistent buffers since vLLM 0.28.
-    "verl_bridge/rollout/served_tensors.py": {
+    "verl_bridge/rollout/served_parts.py": {
         *("_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global"),
         "expert_local_to_global",
     },

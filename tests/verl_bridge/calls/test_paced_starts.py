@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from recipe.async_pipeline.verl_bridge.calls.paced_starts import PacedStarts
+from recipe.async_pipeline.verl_bridge.calls.control_calls import PacedStarts
 
 
 async def begun_by_turn(

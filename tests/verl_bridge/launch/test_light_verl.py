@@ -153,6 +153,6 @@ def test_verl_without_the_plugin_is_refused(
 ) -> None:
     load("verl")
     module.require_plugin()
-    monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.process.plugin_state"), "_loaded", False)
+    monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.process.after_import"), "_loaded", False)
     with pytest.raises(PatchedVerlRequired, match="did not load our plugin"):
         module.require_plugin()

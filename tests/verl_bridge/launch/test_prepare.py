@@ -496,7 +496,7 @@ def test_a_missing_plugin_is_an_error(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.process.plugin_state"), "_loaded", False)
+    monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.process.after_import"), "_loaded", False)
     assert "pip install -e ." in refused(launch, smoke(), capsys)
 
 

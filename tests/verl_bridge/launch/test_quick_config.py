@@ -15,7 +15,7 @@ from yaml.cyaml import CParser  # type: ignore[import-untyped]
 
 from recipe.async_pipeline.installed.verl import find_verl_root
 from recipe.async_pipeline.verl_bridge import replaced
-from recipe.async_pipeline.verl_bridge.launch.quick_config import parsed_once, with_libyaml
+from recipe.async_pipeline.verl_bridge.launch.run_config import parsed_once, with_libyaml
 from tests import REPOSITORY
 
 WRITTEN = """

@@ -24,7 +24,7 @@ ROW = {
 @pytest.fixture
 def modules(load: Load) -> tuple[ModuleType, ModuleType]:
     folder = "recipe.async_pipeline.verl_bridge.reward"
-    return load(f"{folder}.responses"), load(f"{folder}.visual")
+    return load(f"{folder}.responses"), load(f"{folder}.responses")
 
 
 def response_of(responses: ModuleType, **fields: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from recipe.async_pipeline.core.groups.items import LoadReport
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import EngineDeadError, ProofError, WaitTimeout, WeightSyncError
-from recipe.async_pipeline.verl_bridge.calls.paced_starts import PER_TURN
+from recipe.async_pipeline.verl_bridge.calls.control_calls import PER_TURN
 from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import Loaded, LoadMode
 from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, WeightTicket, decode

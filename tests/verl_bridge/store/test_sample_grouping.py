@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.async_pipeline.verl_bridge.store.sample_grouping import joinable
+from recipe.async_pipeline.verl_bridge.store.sample_columns import joinable
 
 
 def test_responses_of_any_length_join() -> None:

@@ -79,7 +79,7 @@ class DeliveryModel(nn.Module):
 
 
 class DeliveryRanks:
-    """All ranks of this host; see `weight_sync.ranks`."""
+    """All ranks of this host; see `weight_sync.hosts.shares`."""
 
     hosts = 1
 

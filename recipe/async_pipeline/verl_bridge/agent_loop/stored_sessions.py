@@ -16,8 +16,7 @@ import transfer_queue
 from verl.utils import tensordict_utils
 
 from ...checkpoint.tensor_tree import storable
-from ..store.sample_columns import SampleColumns
-from ..store.sample_grouping import joinable
+from ..store.sample_columns import SampleColumns, joinable
 from .episodes.episode import Store, current_episode, episode_with
 from .responses import ResponseSample
 

@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...config.paths import walk
 from ...installed.engines import plugins_of
 from ...installed.verl import find_verl_root
-from ..process.plugin_state import require_loaded
+from ..process.after_import import require_loaded
 
 VERL, TARGET = "verl", "_target_"
 PLUGIN = "recipe.async_pipeline.verl_bridge.plugin"

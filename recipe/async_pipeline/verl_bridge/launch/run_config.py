@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -180,3 +182,31 @@ class ReadOnce:
 
 def _plain(config: DictConfig, path: str) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.select(config, path), resolve=True))
+
+
+@cache
+def with_libyaml(get_yaml_loader: Callable[[], Any]) -> Callable[[], Any]:
+    """Return OmegaConf's `get_yaml_loader`, whose loader reads with libyaml where PyYAML has it."""
+
+    @cache
+    def loader() -> Any:
+        stock = get_yaml_loader()
+        if not yaml.__with_libyaml__:
+            return stock
+        from yaml.cyaml import CParser  # type: ignore[import-untyped]
+
+        class Loader(CParser, stock):  # type: ignore[misc, valid-type]
+            def __init__(self, stream: Any) -> None:
+                CParser.__init__(self, stream)
+                yaml.constructor.SafeConstructor.__init__(self)
+                yaml.resolver.Resolver.__init__(self)
+
+        return Loader
+
+    return loader
+
+
+@cache
+def parsed_once(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Return OmegaConf's `parse`, which keeps the tree of each interpolation; nothing changes a tree."""
+    return lru_cache(maxsize=4096)(parse)

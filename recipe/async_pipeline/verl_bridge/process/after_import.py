@@ -13,6 +13,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from ...errors import PatchedVerlRequired
+
 ImportAction = Callable[[ModuleType], None]
 
 
@@ -59,3 +61,21 @@ def after_import(name: str, action: ImportAction) -> None:
         sys.meta_path.insert(0, _FINDER)
     if name in sys.modules:
         action(sys.modules[name])
+
+
+_loaded = False
+
+
+def set_loaded() -> None:
+    """Record that verl loaded the plugin in this process.
+
+    verl swallows the error of a plugin that fails to load, so `plugin` records that it ran.
+    """
+    global _loaded
+    _loaded = True
+
+
+def require_loaded() -> None:
+    """Raises PatchedVerlRequired if verl has not loaded the plugin in this process."""
+    if not _loaded:
+        raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")

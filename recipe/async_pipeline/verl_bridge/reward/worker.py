@@ -17,10 +17,8 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardL
 from ..calls.direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
 from ..calls.restartable_actors import restartable, say_if_restarted
 from .executor import only_errors
-from .naive_scoring import Scorer, scorer_of
 from .plain_results import plain_result
-from .responses import PlainData, Response
-from .visual import VisualRewardManager
+from .responses import PlainData, Response, Scorer, VisualRewardManager, scorer_of
 
 
 class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]

@@ -18,9 +18,27 @@ from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutMode
 
-from .bounded_replica import BoundedReplica
 from .device_holder import DeviceReservation, ReservedDevice
 from .versioned_server import FurtherServer
+
+OTHER_CALLS = 16
+"""verl's calls of a server that are neither requests nor control calls."""
+
+
+class BoundedReplica:
+    """Base of a replica class, before verl's class."""
+
+    def __init__(self, *args: Any, max_open_requests: int, **kwargs: Any) -> None:
+        """`max_open_requests`: see `config.derived.scheduling`."""
+        super().__init__(*args, **kwargs)
+        self._max_open_requests = max_open_requests
+
+    @property
+    def max_concurrency(self) -> int:
+        """Calls that a server runs at once, besides its control calls. verl starts a server with it."""
+        at_least: int = super().max_concurrency  # type: ignore[misc]
+        return max(at_least, self._max_open_requests + OTHER_CALLS)
+
 
 SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool into two shares: one is reserved, one is for its helpers."""

@@ -28,9 +28,8 @@ from ...weight_sync.fleet.preparation import Preparation
 from ...weight_sync.hosts.host_slots import Reader, this_process
 from ...weight_sync.memory.manifest import Manifest, WeightTicket, encode, over_nodes
 from ..agent_loop.tokens.partial_rollouts import as_array
-from ..calls.control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
+from ..calls.control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, PacedStarts, control
 from ..calls.direct_calls import Address, DirectCalls
-from ..calls.paced_starts import PacedStarts
 from ..weights.host_memory_service import HostMemories
 
 T = TypeVar("T")

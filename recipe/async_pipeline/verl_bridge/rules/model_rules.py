@@ -62,7 +62,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in a model's config.json."""
 REORDERED = ("llama4", "gpt_neox", "granitemoe")
-"""How the types of the models begin whose layers `declared_layers.py` declares as reordered."""
+"""How the types of the models begin whose layers `rollout/vllm/layout.py` declares as reordered."""
 CPU_EXPERT_ALIGNMENT = 32
 """vLLM's CPU engine pads the width of experts to a multiple of this; padded experts cannot be updated."""
 

@@ -8,6 +8,7 @@ four times per column. This takes a third of an agent loop worker's time when re
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def _column(values: list[Any]) -> Any:
 def trained_columns(meta: KVBatchMeta, *, pictures: bool) -> list[str]:
     """Return the columns that a model or a loss can use: tensors, and a processor's output for images.
 
-    Conditions of images are fetched once a prompt; see `workers.diffusion.prompt_conditions`.
+    Conditions of images are fetched once a prompt; see `workers.diffusion.diffusion_engine`.
 
     verl fetches all columns. Fetching, sorting and splitting prompt texts, agent loop metadata and inputs of
     reward functions takes the training workers up to a fifth of a short step.
@@ -82,3 +83,19 @@ def trained_columns(meta: KVBatchMeta, *, pictures: bool) -> list[str]:
         or name == HOLDER
         or (pictures and name == PICTURES)
     ]
+
+
+def joinable(trajectories: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Return indices of trajectories, grouped so that verl joins each group into one TensorDict without loss.
+
+    verl uses the fields of the first trajectory for all and does not pad: tensors may differ in dimension
+    0 only. Position ids of images, of shape (4, length), therefore only join with others of equal length.
+    """
+    alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for index, fields in enumerate(trajectories):
+        alike[tuple(sorted((name, _kind(value)) for name, value in fields.items()))].append(index)
+    return list(alike.values())
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    return (str(value.dtype), value.dim(), *value.shape[1:]) if isinstance(value, torch.Tensor) else ()

@@ -35,8 +35,7 @@ from ...errors import CheckpointError
 from .. import replaced
 from ..calls.ray_calls import ASK_S, got
 from ..rollout.diffusers.fields import CONDITION, HOLDER
-from .sample_columns import SampleColumns
-from .sample_grouping import joinable
+from .sample_columns import SampleColumns, joinable
 
 CONTROLLER = ("TransferQueueController", "transfer_queue")
 """TransferQueue's name and namespace of its controller."""

@@ -70,10 +70,9 @@ from .batches.verl_stages import VerlStages
 from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups
 from .checkpointing import Checkpointing, load_models, load_reference
-from .reporting.insight_spans import InsightStates
-from .reporting.insight_spans import is_enabled as is_insight_enabled
 from .reporting.kept_pictures import KeptPictures
-from .reporting.ray_metrics import RayGauges
+from .reporting.ray_metrics import InsightStates, RayGauges
+from .reporting.ray_metrics import is_enabled as is_insight_enabled
 from .reporting.run_folder import RunFolder, speed_settings
 from .reporting.sample_metrics import SampleMeters
 from .reporting.step_report import StepReport

@@ -18,13 +18,12 @@ from ...core.schedule import Schedule
 from ...installed.verl import find_verl_root, require_known
 from ...observe.causes import causes
 from .. import replaced
-from ..agent_loop.tokens import template_check
-from ..process.plugin_state import require_loaded
+from ..agent_loop.tokens.prompt_tokens import warn_of_turns
+from ..process.after_import import require_loaded
 from ..store.sample_store import count_cores_once
 from ..weights import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
-from .batches.data_rows import keep_readable
+from .batches.data_rows import ValidationBuffer, keep_readable
 from .batches.prompt_source import PromptSource, require_a_batch
-from .batches.validation_buffer import ValidationBuffer
 from .pipeline_run import PipelineRun
 from .reporting.reward_columns import file_writer, numbers_or_text
 from .reporting.terminal import say
@@ -73,7 +72,7 @@ class VerlTrainer(PPOTrainer):
         keep_readable(self.train_dataset, training=True)
         keep_readable(self.val_dataset, training=False)
         self.pipeline.prompts = PromptSource(self._next_train_batch, self.train_dataloader)
-        template_check.warn(self.config, self.tokenizer, say)
+        warn_of_turns(self.config, self.tokenizer, say)
 
     def _init_resource_pool_mgr(self) -> None:
         if elsewhere := bool(servers_of(self.config)):

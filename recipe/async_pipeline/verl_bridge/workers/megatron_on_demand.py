@@ -78,10 +78,11 @@ def cpu_engines() -> tuple[type[Any], type[Any]]:
 
     standin.import_bridge()
 
-    from .megatron import cuda_shim, holes
+    from .megatron import cuda_shim
+    from .megatron.standin import fill_all
 
     cuda_shim.install()
-    holes.fill_all()
+    fill_all()
 
     from .megatron.engine import CpuMegatronEngine, CpuMegatronValueEngine
 

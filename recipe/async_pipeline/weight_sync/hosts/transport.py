@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a host gets the buckets of a version: from one other host, or down a tree of hosts.
 
-A new way to carry buckets is one more `Transport`. `verl_bridge/store/object_store_transport.py` has the one
+A new way to carry buckets is one more `Transport`. `verl_bridge/weights/host_memory_service.py` has the one
 through Ray's object store.
 """
 

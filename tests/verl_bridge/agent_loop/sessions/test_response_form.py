@@ -13,7 +13,12 @@ from xgrammar.testing import _is_grammar_accept_string
 
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Form
-from recipe.async_pipeline.verl_bridge.agent_loop.sessions.response_form import CALLS, structured
+from recipe.async_pipeline.verl_bridge.agent_loop.sessions.response_form import (
+    ANY,
+    CALLS,
+    structured,
+    type_of,
+)
 from recipe.async_pipeline.verl_bridge.agent_loop.sessions.session_policy import _schemas
 
 SCHEMA = {"type": "object"}
@@ -129,3 +134,34 @@ async def test_what_the_form_permits_is_read_as_the_call(tool_format: str, call:
     content, (found,) = await parser.extract_tool_calls([ord(one) for one in text], _schemas([FORECAST]))
     assert (content.strip(), found.name) == ("", "forecast")
     assert json.loads(found.arguments) == {"city": "Bonn", "days": 3}
+
+
+ROOT = {
+    "$defs": {
+        "Point": {"type": "object"},
+        "Color": {"enum": ["red"]},
+        "Loop": {"$ref": "#/$defs/Loop"},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "integer"}, "integer"),
+        ({"type": ["null", "number"]}, "number"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "integer"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/Point"}]}, "object"),
+        ({"oneOf": [{"type": "array"}]}, "array"),
+        ({"allOf": [{"$ref": "#/$defs/Color"}], "default": "red"}, "string"),
+        ({"enum": [None, 3]}, "integer"),
+        ({"const": True}, "boolean"),
+        ({"$ref": "#/$defs/Loop"}, ANY),
+        ({"$ref": "#/$defs/None"}, ANY),
+        ({"anyOf": [{"anyOf": 3}]}, ANY),
+        ({}, ANY),
+        (True, ANY),
+    ],
+)
+def test_the_type_of_an_argument(schema: Any, expected: str) -> None:
+    assert type_of(schema, ROOT) == expected

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.tokens import prompt_tokens
 from tests.conftest import Load
+from tests.fakes.model_families import FAMILIES, tokenizer_of
 
 pytestmark = pytest.mark.real_engine
 
@@ -126,3 +130,91 @@ def test_a_builder_is_created_for_each_set_of_arguments() -> None:
     assert once(tokenizer, chat_template_kwargs=chat) is once(tokenizer, chat_template_kwargs=chat)
     assert once(object(), chat_template_kwargs={}) is not first
     assert len(made) == 3
+
+
+TOKENIZER = make_tokenizer()
+EOS = int(TOKENIZER.eos_token_id)
+
+
+def config_of(**model: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create({"actor_rollout_ref": {"model": model}})
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"), [(None, {EOS}), (EOS, {EOS}), (11, {EOS, 11}), ([EOS, 7, 9], {EOS, 7, 9})]
+)
+def test_engines_stop_at_all_ends_of_the_generation_config(
+    module: ModuleType, tmp_path: Path, ends: Any, expected: set[int]
+) -> None:
+    from transformers import GenerationConfig, LlamaConfig
+
+    size = len(TOKENIZER) + 5
+    LlamaConfig(vocab_size=size).save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=ends).save_pretrained(tmp_path)
+    found = module.tokens_of(config_of(path=str(tmp_path)), TOKENIZER)
+    assert found == (size, expected), "the embedding may be larger than the tokenizer"
+    assert module.turn_ends(found, {"stop_token_ids": [3]}) == expected | {3}
+    assert module.turn_ends(found, {"stop_token_ids": None}) == expected
+
+
+def test_a_folder_without_a_generation_config(module: ModuleType, tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(vocab_size=99, eos_token_id=[5, 6]).save_pretrained(tmp_path)
+    found = module.tokens_of(config_of(path="other", hf_config_path=str(tmp_path)), TOKENIZER)
+    assert found == (99, {EOS, 5, 6})
+
+
+def test_a_model_that_transformers_does_not_know(module: ModuleType, tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    (tmp_path / "config.json").write_text('{"model_type": "of_tomorrow", "vocab_size": 7}')
+    GenerationConfig(eos_token_id=[8]).save_pretrained(tmp_path)
+    found = module.tokens_of(config_of(path=str(tmp_path)), TOKENIZER)
+    assert found == (len(TOKENIZER), {EOS, 8})
+
+
+def test_without_a_model_the_tokenizer_counts(module: ModuleType) -> None:
+    assert module.tokens_of(config_of(), TOKENIZER) == (len(TOKENIZER), {EOS})
+
+
+def said(module: ModuleType, folder: Path, family: str, model_type: str, agent_loop: str) -> list[str]:
+    tokenizer_of(FAMILIES[family]).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    from transformers import AutoTokenizer
+
+    config = {"actor_rollout_ref": {"rollout": {"agent": {"default_agent_loop": agent_loop}}}}
+    lines: list[str] = []
+    module.warn_of_turns(config, AutoTokenizer.from_pretrained(folder), lines.append)
+    return lines
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_verl_knows_is_no_finding(module: ModuleType, tmp_path: Path, family: str) -> None:
+    assert said(module, tmp_path, family, family, "environment") == []
+
+
+def test_a_lost_separator_is_named(module: ModuleType, tmp_path: Path) -> None:
+    (line,) = said(module, tmp_path, "qwen2", "of_no_family", "tool_agent")
+    assert "template writes '<|im_end|>\\n<|im_start|>user\\n3<|im_end|>\\n<|im_start|>assistant\\n'" in line
+    assert "ContinuousTokenBuilder for model type of_no_family appends '<|im_end|><|im_start|>user" in line
+
+
+@pytest.mark.parametrize("agent_loop", ["single_turn_agent", "diffusion"])
+def test_single_turns_are_not_compared(module: ModuleType, tmp_path: Path, agent_loop: str) -> None:
+    assert said(module, tmp_path, "qwen2", "of_no_family", agent_loop) == []
+
+
+def test_a_template_that_refuses_is_left_to_the_episodes(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer: Any = tokenizer_of(FAMILIES["qwen2"])
+    tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}', encoding="utf-8")
+    tokenizer.name_or_path = str(tmp_path)
+    config = {"actor_rollout_ref": {"rollout": {"agent": {"default_agent_loop": "environment"}}}}
+    module.warn_of_turns(config, tokenizer, pytest.fail)
+    assert "no users" in caplog.text

@@ -19,9 +19,10 @@ from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import (
     SchedulerCall,
     SchedulerCalls,
     SchedulerReply,
+    message,
+    sender,
 )
 from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import SGLangEngine
-from recipe.async_pipeline.verl_bridge.rollout.sglang.generations import message, sender
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank
 
 # isort: split

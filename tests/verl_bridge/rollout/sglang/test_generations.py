@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.lab.job import with_cpu_settings
-from recipe.async_pipeline.verl_bridge.rollout.sglang.generations import (
+from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import (
     log_probs,
     message,
     middle_chunks,

@@ -120,17 +120,17 @@ def import_stack() -> dict[str, Any]:
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     from recipe.async_pipeline.verl_bridge import plugin  # noqa: F401
-    from recipe.async_pipeline.verl_bridge.workers.megatron import holes, standin
+    from recipe.async_pipeline.verl_bridge.workers.megatron import standin
     from recipe.async_pipeline.verl_bridge.workers.megatron_on_demand import cpu_engines
 
     postponed = "megatron.core" not in sys.modules
     standin.import_bridge()
-    found = [hole.name for hole in holes.HOLES if hole.is_open()]
+    found = [hole.name for hole in standin.HOLES if hole.is_open()]
     cpu_engines()
     return {
         "postponed": postponed,
         "open": found,
-        "still_open": [hole.name for hole in holes.HOLES if hole.is_open()],
+        "still_open": [hole.name for hole in standin.HOLES if hole.is_open()],
         "stand_in_left": standin.NAME in sys.modules,
         "cuda": torch.cuda.is_available(),
     }

@@ -140,7 +140,7 @@ def test_other_processes_do_not_import_megatron(upstream: dict[str, Any]) -> Non
 
 
 def test_every_hole_is_still_open_upstream_and_filled_here(upstream: dict[str, Any]) -> None:
-    """A hole that an upgrade has closed fails this test: drop it from `holes.HOLES`."""
+    """A hole that an upgrade has closed fails this test: drop it from `standin.HOLES`."""
     assert upstream["open"] == ["te_general_gemm", "maybe_move_tensor_to_cpu", "scatter_to_tp_ranks"]
     assert upstream["still_open"] == []
 

@@ -76,7 +76,7 @@ def test_a_pool_for_log_probs_records_what_the_update_replays(load: Load, replay
 
     replay = {"router_replay": {"mode": "R2" if replayed else "disabled"}}
     config = OmegaConf.create({"actor": {"strategy": "megatron", "megatron": replay}, "ref": {}})
-    worker = load(f"{WORKERS}.log_prob_worker").LogProbWorker(config, "ref")
+    worker = load(f"{WORKERS}.log_prob_group").LogProbWorker(config, "ref")
     asked: list[Any] = []
     worker.ref = SimpleNamespace(infer_batch=lambda data: asked.append(data))
     worker.compute_log_prob(TensorDict({"input_ids": torch.zeros(2, 3)}, batch_size=2))

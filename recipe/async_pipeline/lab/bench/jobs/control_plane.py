@@ -29,8 +29,8 @@ from ....core.groups.items import Publication, StepBatch
 from ....core.schedule import Schedule
 from ....verl_bridge.calls.control_calls import server_actor
 from ....verl_bridge.calls.direct_calls import DirectCaller
-from ....verl_bridge.rollout.bounded_replica import BoundedReplica
 from ....verl_bridge.rollout.server_manager import PipelineServerManager
+from ....verl_bridge.rollout.standalone_replica import BoundedReplica
 from ....verl_bridge.store.sample_columns import PARTITION
 from ....verl_bridge.trainer.pipeline_run import PipelineRun
 from ....verl_bridge.trainer.reporting.sample_metrics import SampleMeters

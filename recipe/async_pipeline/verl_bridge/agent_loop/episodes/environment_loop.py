@@ -35,7 +35,7 @@ from ....gateway.conversation import Message
 from ...launch.run_config import knobs_of
 from ..prompt_pictures import decoded, has_media, require_vision
 from ..row_place import place_of
-from ..tokens.model_tokens import tokens_of, turn_ends
+from ..tokens.prompt_tokens import tokens_of, turn_ends
 from .episode import END, NOTED, WHY, current_attempt
 
 NAME = "environment"

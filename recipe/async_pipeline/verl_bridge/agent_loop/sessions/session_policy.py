@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from os.path import commonprefix
 from typing import Any, TypeVar
 
-from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.experimental.agent_loop.tool_parser import GptOssToolParser, ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
 from ....core.groups.items import spans_of
@@ -25,12 +25,9 @@ from ....weight_sync.engine.versioned_engine import FORM
 from ...calls.ray_calls import cause_of
 from ...rollout.client import refuses_request
 from ..prompt_pictures import decoded, require_vision
-from ..tokens.model_tokens import tokens_of, turn_ends
-from ..tokens.prompt_tokens import SHORT_BYTES
-from . import gpt_oss_calls  # noqa: F401 - registers its parser with verl
+from ..tokens.prompt_tokens import SHORT_BYTES, tokens_of, turn_ends
 from .reasoning import THINK, Reasoning, has_think_tags, reasoning_of
-from .response_form import structured
-from .tool_types import type_of
+from .response_form import structured, type_of
 
 T = TypeVar("T")
 Tools = Sequence[Mapping[str, Any]]
@@ -257,3 +254,33 @@ def _schemas(tools: Tools) -> list[OpenAIFunctionToolSchema]:
         named = {"name": function["name"], "description": "", "parameters": reduced}
         found.append(OpenAIFunctionToolSchema.model_validate({"type": "function", "function": named}))
     return found
+
+
+RECIPIENT = r"\s+to=functions\.([^\s<]+)"
+CALL = (
+    # The prompt may end with the beginning. `(?|` numbers the groups of both branches alike.
+    r"(?s)(?:<\|start\|>assistant)?"
+    rf"(?|{RECIPIENT}\s*<\|channel\|>[^<]*|<\|channel\|>[^<]*{RECIPIENT}[^<]*)"
+    r"(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)<\|call\|>"
+)
+"""A pattern of the module `regex`, with the name and the arguments as its groups."""
+
+
+@ToolParser.register("gpt-oss")
+class HarmonyToolParser(GptOssToolParser):  # type: ignore[misc]
+    """verl's parser with a pattern for all spellings.
+
+    The recipient follows the role or the channel, and the type of the arguments may lack its mark or be
+    absent:
+
+        <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+        <|start|>assistant<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}<|call|>
+        <|start|>assistant<|channel|>commentary to=functions.f json<|message|>{}<|call|>
+        <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>
+
+    verl's parser reads the first one; of an answer with another one, neither a text nor a call would be left.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.tool_call_pattern = CALL

@@ -17,7 +17,7 @@ from ....weight_sync.engine.engine_adapter import Delivered, Expected
 from ....weight_sync.engine.recording_adapter import RecordingAdapter
 from ....weight_sync.engine.standby import Named, StagingEnded, ignore
 from ....weight_sync.memory.manifest import Manifest, TensorEntry
-from ..served_tensors import require_fresh_products, served_tensors
+from ..served_parts import require_fresh_products, served_tensors
 from .layout import packed_modules, served_layout
 from .lora import ServedAdapter
 

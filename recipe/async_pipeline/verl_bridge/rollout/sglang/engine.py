@@ -22,8 +22,7 @@ from ....weight_sync.engine.versioned_engine import (
     VersionedEngine,
     derived_seed,
 )
-from .calls import SchedulerCalls, SchedulerReply
-from .generations import message, sender
+from .calls import SchedulerCalls, SchedulerReply, message, sender
 
 FORMS = {"json": "json_schema", "structural_tag": "structural_tag"}
 """SGLang's parameters of the kinds of `FORM`."""

@@ -14,8 +14,7 @@ from ....weight_sync.engine.serving_rank import ServingRank
 from ....weight_sync.engine.versioned_engine import Salts
 from ....weight_sync.memory.manifest import decode
 from ....weight_sync.proof.map_check import RankShare, check_union
-from .calls import SchedulerFailure
-from .generations import log_probs, middle_chunks
+from .calls import SchedulerFailure, log_probs, middle_chunks
 
 Gather = Callable[[Any], list[Any]]
 """Exchange an object with all ranks; return the ones of all, in the order of the ranks."""

@@ -43,7 +43,7 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
 
     from ....weight_sync.engine.serving_rank import ServingRank
     from .adapter import SGLangAdapter
-    from .generations import message, ranks
+    from .calls import message, ranks
     from .rank import EngineRank
 
     class PipelineScheduler(scheduler_class):  # type: ignore[misc]

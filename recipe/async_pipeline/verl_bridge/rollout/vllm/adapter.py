@@ -33,8 +33,7 @@ from ....weight_sync.engine.standby import Convert, Named, StagingEnded, ignore
 from ....weight_sync.memory.manifest import Manifest, TensorEntry
 from ....weight_sync.proof.element_map import ElementMap, Piece, View
 from ... import replaced
-from ..served_parts import parts_of
-from ..served_tensors import require_fresh_products, served_tensors
+from ..served_parts import parts_of, require_fresh_products, served_tensors
 from .block_fp8 import BlockFp8
 from .layout import LAYERS, served_layout
 

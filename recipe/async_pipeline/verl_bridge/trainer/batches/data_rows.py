@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read rows of a data set such that one that is no prompt, such as a broken picture, costs itself alone."""
+"""Rows of a data set, responses of a validation, and the balance of a batch: verl's ways, made cheaper.
+
+A row that is no prompt, such as a broken picture, costs itself alone.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import torch
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.utils import seqlen_balancing
 
 from ....errors import BadDataError
 from ...agent_loop.prompt_pictures import closed
@@ -62,3 +71,71 @@ def _first_readable(dataset: Any, flaws: dict[int, str], *, decode: bool) -> dic
         if found:
             return found[number]
     raise BadDataError(f"no row of the data can be made a prompt; {next(iter(flaws.values()))}; correct it")
+
+
+SOONEST_S, LATEST_S = 0.05, 2.0
+"""Bounds of the seconds between two looks."""
+WAITED_SHARE = 0.1
+"""Seconds until the next look, as a share of the seconds waited so far."""
+ENDED = ("finished", "failure")
+"""verl's states of a prompt whose responses are complete."""
+
+
+class ValidationBuffer:
+    """In place of verl's replay buffer, which the pipeline needs for validation only.
+
+    verl's buffer lists the keys of all partitions at each look, which includes every sample in training. This
+    one lists the partition of the validation only, and looks less often the longer it waits.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._now, self._sleep = now, sleep
+
+    def sample(
+        self, global_steps: int, partition_id: str, batch_size: int
+    ) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """Return the responses of `batch_size` prompts once they are complete, and no metrics. Blocks.
+
+        Removes the prompts from the store; the caller removes their responses.
+        """
+        began = self._now()
+        while True:
+            listed: Mapping[str, Any] = tq.kv_list(partition_id=partition_id).get(partition_id, {})
+            ended = [key for key, tag in listed.items() if tag.get("is_prompt") and tag["status"] in ENDED]
+            if len(ended) >= batch_size:
+                break
+            self._sleep(pause_s(self._now() - began))
+
+        prompts = sorted(ended, key=lambda key: listed[key]["global_steps"])[:batch_size]
+        tq.kv_clear(keys=prompts, partition_id=partition_id)
+        chosen = set(prompts)
+        found = {
+            key: dict(tag)
+            for key, tag in listed.items()
+            if not tag.get("is_prompt") and key.split("_")[0] in chosen
+        }
+        return KVBatchMeta(partition_id=partition_id, keys=list(found), tags=list(found.values())), {}
+
+
+def pause_s(waited_s: float) -> float:
+    """Return the seconds until the next look."""
+    return min(LATEST_S, max(SOONEST_S, WAITED_SHARE * waited_s))
+
+
+def balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Return what verl's `get_seqlen_balanced_partitions` returns.
+
+    verl sorts and adds the workloads of the responses as tensors of one element each. For 16,384 responses
+    that takes seconds, and numbers give the same partitions.
+    """
+    lengths = seqlen_list.tolist() if isinstance(seqlen_list, torch.Tensor) else list(seqlen_list)
+    if k_partitions == 1 and lengths:
+        return [list(range(len(lengths)))]
+    found: list[list[int]] = seqlen_balancing.get_seqlen_balanced_partitions(
+        lengths, k_partitions=k_partitions, equal_size=equal_size
+    )
+    return found

@@ -2,7 +2,7 @@
 """verl's Megatron engines on the CPU platform, in float32 or bfloat16, over gloo.
 
 They are verl's own engines with other layers (`spec`), and with what megatron-core needs from CUDA replaced
-while they work (`cuda_shim`, `holes`). Users with CUDA get verl's engines unchanged.
+while they work (`cuda_shim`, `standin`). Users with CUDA get verl's engines unchanged.
 """
 
 from __future__ import annotations

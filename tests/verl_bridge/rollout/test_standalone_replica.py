@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.verl_bridge.rollout.bounded_replica import OTHER_CALLS, BoundedReplica
+from recipe.async_pipeline.verl_bridge.rollout.standalone_replica import OTHER_CALLS, BoundedReplica
 
 
 class Verls:

@@ -36,7 +36,7 @@ class Tokenizer:
 @pytest.fixture
 def modules(load: Load) -> tuple[ModuleType, ModuleType]:
     folder = "recipe.async_pipeline.verl_bridge.reward"
-    return load(f"{folder}.responses"), load(f"{folder}.naive_scoring")
+    return load(f"{folder}.responses"), load(f"{folder}.responses")
 
 
 def scored(scoring: ModuleType, response: Any, result: Any, *, is_async: bool, router: str | None) -> Any:
