@@ -35,6 +35,7 @@ MAY_IMPORT_STACK = (
     "lab/bench/jobs/",
     "lab/gpu_kit/engine_check.py",
     "lab/gpu_kit/seeded_loop.py",
+    "lab/gpu_kit/verls_arguments.py",
     "lab/soak/flood.py",
     "lab/tasks/calculator_task/calculator_tool.py",
     "tools/cli/findings/node_calls.py",

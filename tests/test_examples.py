@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 
 from recipe.async_pipeline.agents.frozen_lake import FrozenLake
-from recipe.async_pipeline.agents.processes.episode_folders import Folder
+from recipe.async_pipeline.agents.processes.sandbox import Folder
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, runner_of
 from recipe.async_pipeline.gateway.registry import Sessions
 from recipe.async_pipeline.gateway.sessions import Session, SessionLimits

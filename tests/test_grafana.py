@@ -16,7 +16,7 @@ import pytest
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.groups.items import Publication, Trajectory
 from recipe.async_pipeline.core.waits.clock import run_virtual
-from recipe.async_pipeline.observe.account.step_account import StepAccountant
+from recipe.async_pipeline.observe.account.accountant import StepAccountant
 from recipe.async_pipeline.observe.samples.off_policy import Columns, OffPolicyMeter
 from tests.fakes.trainer import SimTrainer
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
+from recipe.async_pipeline.agents.env_hosts import EnvironmentPool, PoolLimits
 from recipe.async_pipeline.agents.environment import Step
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import EnvironmentFailed

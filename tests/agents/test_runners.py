@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.agents.processes.command_process import file_in_memory
-from recipe.async_pipeline.agents.processes.episode_folders import Folder
+from recipe.async_pipeline.agents.processes.sandbox import Folder
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, is_function, runner_of, verified
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed
 from tests import HANG_S

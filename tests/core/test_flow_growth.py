@@ -17,7 +17,7 @@ from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core import flow as flow_module
 from recipe.async_pipeline.core.groups.items import StepBatch
 from recipe.async_pipeline.core.waits.clock import run_virtual
-from recipe.async_pipeline.observe.account.step_account import OverlapMeter, StepAccountant
+from recipe.async_pipeline.observe.account.accountant import OverlapMeter, StepAccountant
 from recipe.async_pipeline.observe.observers import Observers
 from recipe.async_pipeline.observe.run_directory.event_file import EventFile
 from recipe.async_pipeline.observe.run_directory.summary import RunRecorder

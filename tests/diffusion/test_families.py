@@ -23,7 +23,7 @@ from recipe.async_pipeline.diffusion.families import (
     stacked,
     unpacked,
 )
-from recipe.async_pipeline.diffusion.policy import velocities
+from recipe.async_pipeline.diffusion.sde import velocities
 from recipe.async_pipeline.errors import ConfigError
 from tests.fakes.tiny_flow import tiny_conditions, tiny_flux, tiny_sd3
 

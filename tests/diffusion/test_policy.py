@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from recipe.async_pipeline.diffusion.policy import ROWS, evaluate, velocities
-from recipe.async_pipeline.diffusion.sde import transition
+from recipe.async_pipeline.diffusion.sde import ROWS, evaluate, transition, velocities
 from tests.fakes.tiny_flow import SHAPE, Field, schedule
 
 STEPS = torch.tensor([[0, 1], [2, 3], [1, 2]])
@@ -62,7 +61,7 @@ def test_filled_rows_add_nothing_to_the_gradient() -> None:
 
     filled = gradient(Field())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipe.async_pipeline.diffusion.policy.ROWS", 1)
+        patch.setattr("recipe.async_pipeline.diffusion.sde.ROWS", 1)
         plain = gradient(Field())
     assert ROWS == 8 and filled.abs().max() > 0
     torch.testing.assert_close(filled, plain, rtol=1e-4, atol=1e-6)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.diffusion.families import StableDiffusion3
-from recipe.async_pipeline.diffusion.policy import VelocityField, evaluate
+from recipe.async_pipeline.diffusion.sde import VelocityField, evaluate
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.windows import SdeWindow
 from recipe.async_pipeline.errors import ConfigError, WeightSyncError

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from recipe.async_pipeline.diffusion.model_folder import FrozenParts, ModelFolder
-from recipe.async_pipeline.diffusion.policy import evaluate
+from recipe.async_pipeline.diffusion.sde import evaluate
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.windows import RandomWindow, seed_of
 from recipe.async_pipeline.lab.tasks.image_task.image_model import MAX_TOKENS

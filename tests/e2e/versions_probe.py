@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from recipe.async_pipeline.config.knobs.weight_sync import InFlightPolicy
 from recipe.async_pipeline.lab.gpu_kit.engine_check import saying
-from recipe.async_pipeline.weight_sync.engine.staging import await_staged
+from recipe.async_pipeline.weight_sync.engine.serving_rank import await_staged
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import recorded_spans
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest

@@ -13,8 +13,7 @@ from typing import Any
 from recipe.async_pipeline.core.groups.items import spans_of
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.chains import Completion
-from recipe.async_pipeline.gateway.conversation import Message, Said, tool_call
-from recipe.async_pipeline.gateway.pictures import SentPicture
+from recipe.async_pipeline.gateway.conversation import Message, Said, SentPicture, tool_call
 from recipe.async_pipeline.gateway.sessions import SessionLimits
 from recipe.async_pipeline.gateway.turns import CannotAppend, Form
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.errors import RequestRefused
-from recipe.async_pipeline.gateway.conversation import identities, identity
+from recipe.async_pipeline.gateway.conversation import SentPicture, identities, identity
 from recipe.async_pipeline.gateway.dialects import DIALECTS, GROUPS, parameter_table
 from recipe.async_pipeline.gateway.dialects.anthropic_messages import AnthropicMessages
 from recipe.async_pipeline.gateway.dialects.openai_chat import OpenAIChat
 from recipe.async_pipeline.gateway.dialects.openai_responses import OpenAIResponses
-from recipe.async_pipeline.gateway.pictures import SentPicture
 from recipe.async_pipeline.gateway.sessions import Session
 from recipe.async_pipeline.gateway.turns import ANY_TOOL, Ask, Form
 from tests import HANG_S

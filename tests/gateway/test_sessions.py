@@ -14,7 +14,7 @@ import pytest
 
 from recipe.async_pipeline.errors import RequestRefused, WaitTimeout
 from recipe.async_pipeline.gateway import sessions
-from recipe.async_pipeline.gateway.pictures import SentPicture
+from recipe.async_pipeline.gateway.conversation import SentPicture
 from recipe.async_pipeline.gateway.sessions import Session, SessionLimits, digest_of
 from recipe.async_pipeline.gateway.turns import Ask, Form
 from tests.fakes.agent_policy import END, LIMITS, FakePolicy

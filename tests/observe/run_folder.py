@@ -15,7 +15,7 @@ from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.groups.items import Group, Prompt, Publication, StepBatch
 from recipe.async_pipeline.core.waits.clock import run_virtual
-from recipe.async_pipeline.observe.account.step_account import StepAccountant
+from recipe.async_pipeline.observe.account.accountant import StepAccountant
 from recipe.async_pipeline.observe.run_directory.summary import RunRecorder, write_atomically
 from tests.fakes.trainer import SimTrainer
 

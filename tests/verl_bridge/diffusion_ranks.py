@@ -25,7 +25,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from recipe.async_pipeline.diffusion.families import EMPTY, StableDiffusion3, stacked
 from recipe.async_pipeline.diffusion.model_folder import ModelFolder
-from recipe.async_pipeline.diffusion.policy import evaluate
+from recipe.async_pipeline.diffusion.sde import evaluate
 from recipe.async_pipeline.diffusion.step_engine import FinishedSample, SampleRequest, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.diffusion.windows import RandomWindow, seed_of

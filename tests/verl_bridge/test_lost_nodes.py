@@ -61,7 +61,7 @@ class Worker:
 
 
 def test_an_actor_restarts_on_another_node_and_serves_pending_calls(load: Load, nodes: Nodes) -> None:
-    actor_class = load("recipe.async_pipeline.verl_bridge.calls.restartable_actors").restartable(Worker)
+    actor_class = load("recipe.async_pipeline.verl_bridge.calls.ray_calls").restartable(Worker)
     lost = nodes.add()
     there = NodeAffinitySchedulingStrategy(lost.node_id, soft=True)
     worker = actor_class.options(scheduling_strategy=there).remote()

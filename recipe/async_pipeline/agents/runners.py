@@ -33,8 +33,7 @@ from urllib.parse import urlsplit
 from ..core.waits.threads import in_new_thread
 from ..errors import AgentFailed, ConfigError, EnvironmentFailed
 from .processes.commands import Finished, LeftBehind, OutputLog, environment, run_command
-from .processes.episode_folders import Folder
-from .processes.sandbox import Sandbox
+from .processes.sandbox import Folder, Sandbox
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 TASK_FILE = "task.json"

@@ -25,9 +25,8 @@ import torch
 
 from ..errors import ConfigError, WeightSyncError
 from .families import Conditions, stacked
-from .policy import VelocityField, velocities
 from .schedule import NoiseSchedule, joined
-from .sde import SdeKind, check_noise, transition
+from .sde import SdeKind, VelocityField, check_noise, transition, velocities
 from .windows import SdeWindow, stream
 
 T = TypeVar("T")

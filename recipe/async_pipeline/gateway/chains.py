@@ -29,8 +29,16 @@ from uuid import uuid4
 
 from ..core.groups.items import TokenSpan
 from ..errors import RequestRefused
-from .conversation import Message, RowReason, difference, identities, identity, shared
-from .pictures import SentPicture, pictures_of
+from .conversation import (
+    Message,
+    RowReason,
+    SentPicture,
+    difference,
+    identities,
+    identity,
+    pictures_of,
+    shared,
+)
 
 
 class Completion(NamedTuple):

@@ -23,9 +23,7 @@ from typing import Any, Literal
 
 from ..errors import RequestRefused
 from .chains import AnswerPlace, ChainRow, Chains, Completion, OpenRequest
-from .conversation import hashable
-from .pictures import pictures_of
-from .turn_rewards import TurnRewards
+from .conversation import hashable, pictures_of
 from .turns import (
     Ask,
     CannotAppend,
@@ -34,6 +32,7 @@ from .turns import (
     Reply,
     SessionEngine,
     TokenReply,
+    TurnRewards,
     reply_of,
     without_prefill,
 )

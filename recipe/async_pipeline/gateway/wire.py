@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from ..errors import RequestRefused
-from .conversation import Message, check_depth
-from .pictures import PICTURES, picture_of
+from .conversation import PICTURES, Message, check_depth, picture_of
 from .turns import Ask, Form, Reply
 
 T = TypeVar("T")

@@ -264,7 +264,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.experimental.agent_loop.tool_agent_loop",
             "ToolAgentLoop._call_tool",
-            "agent_loop.episodes.tool_calls:limited",
+            "agent_loop.episodes.episode:limited",
             why="verl waits for a tool for as long as it takes, and a tool that calls exit() ends the worker",
             remove_when="verl has a deadline for tools",
             wraps=True,
@@ -272,7 +272,7 @@ REPLACED: Mapping[str, tuple[Replacement, ...]] = {
         Replacement(
             "verl.tools.function_tool",
             "FunctionTool.call",
-            "agent_loop.episodes.tool_calls:call_function",
+            "agent_loop.episodes.episode:call_function",
             why="verl calls functions in the few threads of its loop, so that some that hang stop all others",
             remove_when="verl calls each in a separate thread",
         ),

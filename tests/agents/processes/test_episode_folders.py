@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.agents.processes import episode_folders
-from recipe.async_pipeline.agents.processes.episode_folders import MARK, PREFIX, Folder, delete_abandoned
+from recipe.async_pipeline.agents.processes import sandbox
+from recipe.async_pipeline.agents.processes.sandbox import MARK, PREFIX, Folder, delete_abandoned
 from tests import HANG_S
 from tests.fakes.descriptors import open_below
 from tests.fakes.waiting import until
 
 OWNER = """
 import asyncio, sys
-from recipe.async_pipeline.agents.processes.episode_folders import Folder
+from recipe.async_pipeline.agents.processes.sandbox import Folder
 
 async def own():
     with Folder() as folder:
@@ -87,7 +87,7 @@ def test_the_folders_of_a_killed_process_are_deleted_by_the_next_one(place: Path
 
 def test_a_process_looks_once_in_each_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Path] = []
-    monkeypatch.setattr(episode_folders, "delete_abandoned", looked.append)
+    monkeypatch.setattr(sandbox, "delete_abandoned", looked.append)
 
     async def test() -> None:
         for _ in range(2):

@@ -20,8 +20,7 @@ import pytest
 
 from recipe.async_pipeline.agents.processes import sandbox
 from recipe.async_pipeline.agents.processes.commands import Finished, environment, run_command
-from recipe.async_pipeline.agents.processes.episode_folders import PREFIX, Folder
-from recipe.async_pipeline.agents.processes.sandbox import Sandbox, reason_without
+from recipe.async_pipeline.agents.processes.sandbox import PREFIX, Folder, Sandbox, reason_without
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, runner_of, verified
 from tests import HANG_S
 from tests.fakes.waiting import until

@@ -16,11 +16,11 @@ import torch
 
 from recipe.async_pipeline.lab.gpu_kit import engine_check
 from recipe.async_pipeline.lab.gpu_kit.engine_check import VERSIONS, main, saying
+from recipe.async_pipeline.lab.gpu_kit.verls_arguments import sglang_arguments, vllm_arguments
 from recipe.async_pipeline.lab.job import with_cpu_settings
 from recipe.async_pipeline.lab.tasks.untrained import main as save_untrained
 from recipe.async_pipeline.tools.report.drawing.wording import ENGINE_LINE
 from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS
-from recipe.async_pipeline.verl_bridge.rollout.verls_arguments import sglang_arguments, vllm_arguments
 from recipe.async_pipeline.verl_bridge.rules.expert_backends import ARGUMENT, KERNELS
 from tests import HANG_S
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import ray
 
-from recipe.async_pipeline.verl_bridge.calls import restartable_actors
+from recipe.async_pipeline.verl_bridge.calls import ray_calls
 from tests import HANG_S
 from tests.conftest import Load
 from tests.fakes.ray_nodes import start_ray
@@ -23,7 +23,7 @@ LARGE = 1 << 20
 
 @pytest.fixture
 def module(load: Load) -> Iterator[ModuleType]:
-    module = load("recipe.async_pipeline.verl_bridge.calls.restartable_actors")
+    module = load("recipe.async_pipeline.verl_bridge.calls.ray_calls")
     start_ray()
     try:
         yield module
@@ -35,8 +35,8 @@ class Worker:
     def __init__(self, config: bytes, address: str | None) -> None:
         self.size = len(config)
         self.said: list[str] = []
-        vars(restartable_actors)["say"] = self.said.append
-        restartable_actors.say_if_restarted()
+        vars(ray_calls)["say"] = self.said.append
+        ray_calls.say_if_restarted()
 
     def what_it_said(self) -> list[str]:
         return self.said

@@ -15,7 +15,7 @@ from recipe.async_pipeline.core.groups.items import LoadReport
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import EngineDeadError, ProofError, WaitTimeout, WeightSyncError
 from recipe.async_pipeline.verl_bridge.calls.control_calls import PER_TURN
-from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
+from recipe.async_pipeline.weight_sync.engine.serving_rank import StagingBoard
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import Loaded, LoadMode
 from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, WeightTicket, decode
 

@@ -122,7 +122,7 @@ class Saving:
                 saving.event("publish")
                 return root / "global_step_2"
 
-        calls = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(60.0)
+        calls = load("recipe.async_pipeline.verl_bridge.calls.ray_calls").BlockingCalls(60.0)
         self.checkpointing = module.Checkpointing(
             run="r",
             identity={},

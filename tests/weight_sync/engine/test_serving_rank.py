@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.engine.engine_adapter import Delivered
-from recipe.async_pipeline.weight_sync.engine.serving_rank import OpenTime, ServingRank
-from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
+from recipe.async_pipeline.weight_sync.engine.serving_rank import OpenTime, ServingRank, StagingBoard
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import BucketEntry, Manifest, encode, over_nodes

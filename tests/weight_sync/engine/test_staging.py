@@ -13,7 +13,7 @@ import pytest
 
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.errors import StagingError, WeightSyncError
-from recipe.async_pipeline.weight_sync.engine.staging import POLL_S, StagingBoard, await_staged
+from recipe.async_pipeline.weight_sync.engine.serving_rank import POLL_S, StagingBoard, await_staged
 from recipe.async_pipeline.weight_sync.memory.board import Board
 from recipe.async_pipeline.weight_sync.memory.segment_names import SHM_DIR
 
@@ -73,7 +73,7 @@ def test_foreign_bytes_are_refused() -> None:
 
 ENGINE = """
 import multiprocessing
-from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
+from recipe.async_pipeline.weight_sync.engine.serving_rank import StagingBoard
 
 def engine():
     global board

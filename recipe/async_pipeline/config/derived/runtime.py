@@ -37,7 +37,7 @@ class RuntimeConfig:
     placement: Placement
     """Which stages compute on which devices."""
     old_logp: str
-    """The policy of old log-probs; see `old_policy.proximal_policy`."""
+    """The policy of old log-probs; see `scheduling.proximal_policy`."""
     reward_manager: Mapping[str, Any] | None
     """verl's settings of a reward manager that this package replaces, or None."""
 

@@ -24,8 +24,7 @@ from ...console import echo
 from ...core.groups.items import spans_of
 from ...errors import ConfigError
 from ...gateway.chains import Completion
-from ...gateway.conversation import Message, Said
-from ...gateway.pictures import SentPicture
+from ...gateway.conversation import Message, Said, SentPicture
 from ...gateway.registry import Sessions
 from ...gateway.sessions import Session, SessionLimits
 from ...gateway.turns import Form

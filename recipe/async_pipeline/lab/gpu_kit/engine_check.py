@@ -28,7 +28,7 @@ import torch
 
 from ...console import echo
 from ...core.groups.items import LoadReport
-from ...weight_sync.engine.staging import await_staged
+from ...weight_sync.engine.serving_rank import await_staged
 from ...weight_sync.engine.versioned_engine import Loaded, Salts, VersionedEngine, recorded_spans
 from ...weight_sync.memory.arena import ArenaWriter
 from ...weight_sync.memory.board import await_manifest
@@ -109,9 +109,9 @@ class Vllm:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from ...verl_bridge.rollout.verls_arguments import vllm_arguments
         from ...verl_bridge.rollout.vllm.engine import serve_versions
         from ...verl_bridge.rollout.vllm.server import EXTENSION, run_arguments
+        from .verls_arguments import vllm_arguments
 
         on_cpu = device == "cpu"
         more = {"distributed_executor_backend": "mp", **vllm_arguments(on_cpu=on_cpu)}
@@ -167,7 +167,7 @@ class SGLang:
         from ...verl_bridge.rollout.sglang import scheduler
         from ...verl_bridge.rollout.sglang.arguments import CORES, all_cores, run_arguments
         from ...verl_bridge.rollout.sglang.engine import serve_versions
-        from ...verl_bridge.rollout.verls_arguments import sglang_arguments
+        from .verls_arguments import sglang_arguments
 
         # Only now: on a CPU, this package's stubs must be in place.
         from sglang.srt.entrypoints.engine import Engine  # isort: skip

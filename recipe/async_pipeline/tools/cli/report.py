@@ -11,7 +11,7 @@ from typing import Any
 
 from ...console import echo
 from ...errors import AsyncPipelineError, RunFilesError
-from ...observe.account.step_account import summary_of
+from ...observe.account.accountant import summary_of
 from ...observe.table import map_coverage
 from ..report.advice import advise
 from ..report.advice_model import facts_of

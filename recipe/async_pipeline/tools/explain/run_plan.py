@@ -20,9 +20,8 @@ from ...config.derived.adapters import (
     publishes_adapters,
     version_bytes,
 )
-from ...config.derived.old_policy import read_before_update
 from ...config.derived.sample_store import StoreBudget, store_budget
-from ...config.derived.scheduling import OpenRequests
+from ...config.derived.scheduling import OpenRequests, read_before_update
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.paths import select
 from ...config.placement import Placement

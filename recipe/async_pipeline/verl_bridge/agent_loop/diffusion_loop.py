@@ -21,8 +21,7 @@ from ...config.paths import OWN
 from ...diffusion.windows import seed_of
 from ..rollout.diffusers.fields import CONDITION, CONDITIONS, HOLDER, IMAGE, LATENTS, PICTURE, WANTED
 from ..workers.diffusion.diffusion_model import Denoising
-from .episodes.episode import change_episode, current_episode
-from .row_place import place_of
+from .episodes.episode import change_episode, current_episode, place_of
 from .tokens.partial_rollouts import RecordingClient
 
 NAME = "diffusion"

@@ -19,8 +19,7 @@ from ...core.groups.recall import Recall
 from ...observe.causes import causes
 from ..calls.control_calls import GROUPS
 from ..calls.direct_calls import ConnectionLost, DirectCaller
-from ..calls.ray_calls import got
-from ..calls.restartable_actors import restartable
+from ..calls.ray_calls import got, restartable
 from ..launch.run_config import open_requests_of
 from ..store.sample_store import WriteShard
 from .episodes.validation import Validated, merged

@@ -22,7 +22,7 @@ from ...errors import RolloutError
 from .. import replaced
 from ..calls.control_calls import CONTROL, GIVE_UP, ControlCalls, control
 from ..calls.direct_calls import Address, DirectCalls
-from ..calls.restartable_actors import say_if_restarted
+from ..calls.ray_calls import say_if_restarted
 from ..launch.run_config import knobs_of
 from ..process.garbage import freeze_present_objects
 from ..reward.responses import Response

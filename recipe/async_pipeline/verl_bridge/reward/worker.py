@@ -15,7 +15,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
 
 from ..calls.direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
-from ..calls.restartable_actors import restartable, say_if_restarted
+from ..calls.ray_calls import restartable, say_if_restarted
 from .executor import only_errors
 from .plain_results import plain_result
 from .responses import PlainData, Response, Scorer, VisualRewardManager, scorer_of

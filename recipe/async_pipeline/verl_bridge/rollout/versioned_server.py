@@ -21,8 +21,7 @@ from ...core.groups.items import LoadReport
 from ...core.lag.staleness import check_served
 from ...core.waits.deadline import unless_broken, within
 from ...errors import StagingError, WaitTimeout, WeightSyncError
-from ...weight_sync.engine.serving_rank import OpenTime
-from ...weight_sync.engine.staging import await_staged
+from ...weight_sync.engine.serving_rank import OpenTime, await_staged
 from ...weight_sync.engine.versioned_engine import Loaded, LoadMode, Salts, VersionedEngine, recorded_spans
 from ...weight_sync.fleet.preparation import Preparation
 from ...weight_sync.hosts.host_slots import Reader, this_process

@@ -19,8 +19,8 @@ from ...config.checks.environment_arguments import check_environment
 from ...config.checks.refusals import UNREADABLE, Settings, refuse
 from ...config.checks.verl_options import REWARDS
 from ...config.derived.adapters import ASSUMED_RANK, MODEL, adapter_rank, publishes_adapters, rank_in
-from ...config.derived.old_policy import proximal_policy, read_before_update
 from ...config.derived.sample_store import fit_capacity
+from ...config.derived.scheduling import proximal_policy, read_before_update
 from ...config.keys.aliases import BYPASS, FOREIGN
 from ...config.keys.misplaced import FILES_OF, SWITCHES
 from ...config.keys.older_verl import corrected
@@ -76,7 +76,7 @@ class Checked(NamedTuple):
     translation: Translation
     placement: Placement
     old_logp: str
-    """The policy of old log-probs; see `old_policy.proximal_policy`."""
+    """The policy of old log-probs; see `scheduling.proximal_policy`."""
     unchecked: tuple[str, ...] = ()
     """What is not on this machine, one line each; the run may be elsewhere, and would refuse it there."""
 

@@ -35,12 +35,11 @@ from ...observe.run_directory.summary import RunRecorder
 from ...observe.trackers import ServiceCalls
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.tokens.partial_rollouts import WRITTEN_S
-from ..calls.ray_calls import cause_of
+from ..calls.ray_calls import BlockingCalls, cause_of
 from ..store.sample_store import WriteShard, note
 from ..workers.policy_copy import PolicyCopy
 from .batches.prompt_source import PromptSource
 from .batches.verl_stages import VerlStages
-from .calls import BlockingCalls
 from .checkpoint_contents import (
     ACTOR,
     CRITIC,

@@ -40,7 +40,7 @@ from ...core.schedule import Schedule
 from ...core.waits.deadline import all_of
 from ...core.waits.diagnosis import diagnose
 from ...core.waits.wait_graph import Wait, waits_of
-from ...observe.account.step_account import OverlapMeter, StepAccountant
+from ...observe.account.accountant import OverlapMeter, StepAccountant
 from ...observe.causes import causes
 from ...observe.observers import ACCOUNT, FILE_ATTEMPTS, LOST, OVERLAP, SELECTION, Observers
 from ...observe.run_directory.agent_output import FOLDER, AgentOutputFolder
@@ -52,6 +52,7 @@ from ...observe.watchdog import Watchdog
 from ...redaction import redacted
 from ...weight_sync.memory.manifest import WeightTicket
 from ..agent_loop.manager import PushAgentLoopManager
+from ..calls.ray_calls import BlockingCalls
 from ..launch.run_config import knobs_of, runtime_of
 from ..process.garbage import present_objects_frozen
 from ..process.interrupts import until_cancelled
@@ -67,10 +68,9 @@ from .batches.generation import Generation
 from .batches.log_probs import LogProbs
 from .batches.prompt_source import PromptSource
 from .batches.verl_stages import VerlStages
-from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups
 from .checkpointing import Checkpointing, load_models, load_reference
-from .reporting.kept_pictures import KeptPictures
+from .reporting.episode_texts import KeptPictures
 from .reporting.ray_metrics import InsightStates, RayGauges
 from .reporting.ray_metrics import is_enabled as is_insight_enabled
 from .reporting.run_folder import RunFolder, speed_settings

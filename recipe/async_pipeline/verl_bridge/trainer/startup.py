@@ -18,13 +18,12 @@ from ...config.derived.adapters import adapter_rank
 from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.placement import TEACHER, Placement
 from ...weight_sync.engine.versioned_engine import LoadMode
-from ..calls.ray_calls import result_of
+from ..calls.ray_calls import BlockingCalls, result_of
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import PipelineServerManager
 from ..workers.log_prob_group import start_group
 from ..workers.training_worker import PipelineCritic, PipelineWorker
 from .batches.log_probs import verls_name
-from .calls import BlockingCalls
 from .reporting.terminal import say
 
 START_S = 1800.0

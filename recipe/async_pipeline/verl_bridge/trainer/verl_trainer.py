@@ -25,7 +25,7 @@ from ..weights import checkpoint_engine as _checkpoint_engine  # noqa: F401 - re
 from .batches.data_rows import ValidationBuffer, keep_readable
 from .batches.prompt_source import PromptSource, require_a_batch
 from .pipeline_run import PipelineRun
-from .reporting.reward_columns import file_writer, numbers_or_text
+from .reporting.sample_metrics import file_writer, numbers_or_text
 from .reporting.terminal import say
 
 DUMP_S = 60.0

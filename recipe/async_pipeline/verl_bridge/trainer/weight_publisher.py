@@ -11,9 +11,9 @@ from ...core.groups.items import Publication
 from ...errors import WeightSyncError
 from ...observe.table import LEAST_EXPLAINED, map_coverage
 from ...weight_sync.memory.manifest import WeightTicket, joined
+from ..calls.ray_calls import BlockingCalls
 from ..rollout.replica_pool import RolloutPool
 from ..workers.policy_copy import PolicyCopy
-from .calls import BlockingCalls
 from .reporting.terminal import say
 
 METRICS = (

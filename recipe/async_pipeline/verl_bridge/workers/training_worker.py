@@ -32,11 +32,10 @@ from .. import replaced
 from ..cpu.cpu_platform import is_cpu
 from ..store.sample_store import count_cores_once
 from ..weights.host_memory_service import HostMemories
-from .expert_load import ExpertLoad
+from .expert_load import ExpertLoad, replays, require_routes
 from .fsdp_shards import TrainingRanks
 from .loss_registry import distillation_loss
-from .megatron.replay import replays, require_routes
-from .megatron.rotary import set_rotary_base
+from .megatron.config import set_rotary_base
 from .packed_sequences import register_attention
 from .shards import Held, assembled, held_by, offload_again
 from .update_log_probs import CORRECTION, UpdateLogProbs

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.agents.processes.episode_folders import Folder
+from recipe.async_pipeline.agents.processes.sandbox import Folder
 from recipe.async_pipeline.agents.runners import Policy, Task
 from recipe.async_pipeline.errors import AgentFailed, RequestRefused
 from recipe.async_pipeline.gateway.claims import Claims

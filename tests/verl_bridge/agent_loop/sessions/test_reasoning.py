@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
-from recipe.async_pipeline.verl_bridge.agent_loop.sessions.reasoning import reasoning_of
+from recipe.async_pipeline.verl_bridge.agent_loop.sessions.response_form import reasoning_of
 
 pytestmark = pytest.mark.real_engine
 HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"]

@@ -16,7 +16,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from recipe.async_pipeline.agents.environment import png
 from recipe.async_pipeline.errors import RequestRefused
-from recipe.async_pipeline.gateway.pictures import SentPicture
+from recipe.async_pipeline.gateway.conversation import SentPicture
 from recipe.async_pipeline.gateway.turns import CannotAppend, Form
 from recipe.async_pipeline.lab.tasks.look_task.look_model import (
     IMAGE,

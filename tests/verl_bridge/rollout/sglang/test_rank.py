@@ -14,8 +14,7 @@ from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import SchedulerFailure
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank, _Outcome
 from recipe.async_pipeline.weight_sync.engine import serving_rank as module
-from recipe.async_pipeline.weight_sync.engine.serving_rank import ServingRank
-from recipe.async_pipeline.weight_sync.engine.staging import StagingBoard
+from recipe.async_pipeline.weight_sync.engine.serving_rank import ServingRank, StagingBoard
 from recipe.async_pipeline.weight_sync.engine.versioned_engine import Salts
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest

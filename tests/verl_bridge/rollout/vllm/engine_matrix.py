@@ -29,7 +29,7 @@ from vllm.distributed.parallel_state import (
 from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter
 from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import load_snapshot
 from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import PipelineWorkerExtension
-from recipe.async_pipeline.weight_sync.engine.staging import await_staged
+from recipe.async_pipeline.weight_sync.engine.serving_rank import await_staged
 from recipe.async_pipeline.weight_sync.memory.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.memory.board import await_manifest
 from recipe.async_pipeline.weight_sync.memory.manifest import encode

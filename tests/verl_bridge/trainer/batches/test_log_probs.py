@@ -65,7 +65,7 @@ class Run:
         self.folder = tmp_path / "reference"
         self.schedule = Schedule(batch=1, last_step=100, ref_refresh_every=EVERY)
         pool = SimpleNamespace(memories_for=lambda ticket: None, has_copy=lambda *_: None, retire=self.retire)
-        calls = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(60.0)
+        calls = load("recipe.async_pipeline.verl_bridge.calls.ray_calls").BlockingCalls(60.0)
         publishing = load("recipe.async_pipeline.verl_bridge.trainer.weight_publisher")
         actor = SimpleNamespace(gather_weights=lambda version: [ticket_of(version)])
         self.publisher = publishing.WeightPublisher(actor, pool, calls, 1.0)

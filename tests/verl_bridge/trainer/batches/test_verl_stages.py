@@ -46,7 +46,7 @@ def meta(load: Load) -> Any:
 
 
 def stages_of(load: Load, module: ModuleType, trainer: Trainer) -> Any:
-    calls = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(60.0)
+    calls = load("recipe.async_pipeline.verl_bridge.calls.ray_calls").BlockingCalls(60.0)
     stages = module.VerlStages(trainer, calls, "trainer")
     stages.start(trainer.global_steps)
     return stages

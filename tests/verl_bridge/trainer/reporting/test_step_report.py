@@ -117,7 +117,7 @@ def parts_of(module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch) -> PartsO
 
 @pytest.fixture
 def calls(load: Load) -> Iterator[Any]:
-    made = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(HANG_S)
+    made = load("recipe.async_pipeline.verl_bridge.calls.ray_calls").BlockingCalls(HANG_S)
     yield made
     made.close()
 

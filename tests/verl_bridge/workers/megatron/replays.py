@@ -129,7 +129,7 @@ class Replay(Check):
 
 def refusal(engine: Any, data: Any) -> str:
     from recipe.async_pipeline.errors import RoutingError
-    from recipe.async_pipeline.verl_bridge.workers.megatron.replay import require_routes
+    from recipe.async_pipeline.verl_bridge.workers.expert_load import require_routes
 
     try:
         require_routes(engine, data)

@@ -146,7 +146,7 @@ def test_every_hole_is_still_open_upstream_and_filled_here(upstream: dict[str, A
 
 
 def test_the_bridge_still_loses_the_rotary_base(upstream: dict[str, Any]) -> None:
-    """Once it reads 500000, `workers/megatron/rotary.py` is not needed."""
+    """Once it reads 500000, `workers/megatron/config.py:set_rotary_base` is not needed."""
     assert upstream["rotary_base"] == 10000
 
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
-from ....agents.env_pool import EnvironmentPool, PoolLimits
+from ....agents.env_hosts import EnvironmentPool, PoolLimits
 from ....agents.environment import EnvironmentSpec, Step
 from ....agents.frozen_lake import FrozenLake
 from ....verl_bridge.agent_loop.episodes import environment_loop

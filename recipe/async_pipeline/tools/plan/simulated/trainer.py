@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
-from ....config.derived.old_policy import proximal_policy
-from ....config.derived.scheduling import schedule_of
+from ....config.derived.scheduling import proximal_policy, schedule_of
 from ....config.knobs.schema import AsyncPipelineConfig
 from ....config.knobs.weight_sync import concurrent_loads
 from ....config.placement import Placement

@@ -27,16 +27,15 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
-from ....agents.env_pool import EnvironmentPool, Game, PoolLimits
+from ....agents.env_hosts import EnvironmentPool, Game, PoolLimits
 from ....agents.environment import EnvironmentSpec, Observation, Step
 from ....agents.episodes import DONE
 from ....errors import ConfigError, EnvironmentFailed
 from ....gateway.conversation import Message
 from ...launch.run_config import knobs_of
 from ..prompt_pictures import decoded, has_media, require_vision
-from ..row_place import place_of
 from ..tokens.prompt_tokens import tokens_of, turn_ends
-from .episode import END, NOTED, WHY, current_attempt
+from .episode import END, NOTED, WHY, current_attempt, place_of
 
 NAME = "environment"
 Content = str | list[dict[str, Any]]

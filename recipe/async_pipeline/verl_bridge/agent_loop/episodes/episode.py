@@ -9,20 +9,26 @@ it starts inherit.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import inspect
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from ....agents.episodes import DONE, Action, EpisodeRules
 from ....agents.processes.commands import OutputLog
 from ....core.groups.bad_data import Flaw
 from ....core.groups.items import spans_of
-from ....core.waits.deadline import within
-from ....errors import EnvironmentFailed, WaitTimeout
+from ....core.waits.deadline import GRACE_S, within
+from ....core.waits.threads import in_new_thread
+from ....errors import EnvironmentFailed, RolloutError, WaitTimeout
 from ...calls.ray_calls import cause_of
 from ..tokens.version_spans import ResponseTurn
 
@@ -262,3 +268,55 @@ def take_turn(
     turns = _EPISODE.get().turns
     if turns is not None and spans:
         turns.append(ResponseTurn(prompt_tokens, spans_of(spans), replica, tokens, seconds, began))
+
+
+def place_of(row: Mapping[str, Any]) -> int | str:
+    """Return the row's index in the data, or a digest of its prompt and task if the data have none.
+
+    verl gives index 0 to all rows without `extra_info.index`, whose seeds would be the same.
+    """
+    info = row.get("extra_info") or {}
+    index = row.get("index")
+    if index is not None and (index != 0 or "index" in info):
+        return int(index) if isinstance(index, int | np.integer) else str(index)
+    content = [list(row.get("raw_prompt", ())), info.get("task")]
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+CallTool = Callable[..., Awaitable[Any]]
+
+
+def limited(call: CallTool, timeout_s: float | None) -> CallTool:
+    """Return verl's `_call_tool`, but with a deadline, after which the episode ends as `deadline`.
+
+    `timeout_s`: seconds for one call, None for no limit.
+    Validation has the same deadline; its error is a WaitTimeout. Raises RolloutError if the tool called
+    exit(), which in a separate task would end the process of all agent loops.
+    """
+
+    @wraps(call)
+    async def call_tool(loop: Any, tool_call: Any, *args: Any, **kwargs: Any) -> Any:
+        attempt = current_attempt()
+        what = f"the tool {tool_call.name} to return (agentic.tool_timeout_s)"
+        try:
+            calling = call(loop, tool_call, *args, **kwargs)
+            if attempt is None:
+                return await within(calling, timeout_s, owner="an agent loop", what=what, grace_s=GRACE_S)
+            return await attempt.within(calling, timeout_s, what=what, grace_s=GRACE_S)
+        except SystemExit as error:
+            raise RolloutError(f"the tool {tool_call.name} called exit({error.code})") from error
+
+    return call_tool
+
+
+async def call_function(tool: Any, parameters: dict[str, Any]) -> Any:
+    """Call a tool that is a function, as verl does, but a plain one in a separate thread.
+
+    A thread that hangs is left behind: it holds up no other tool, nor the end of the process.
+    """
+    if tool.is_async:
+        return await tool.fn(**parameters)
+    found = await in_new_thread(lambda: tool.fn(**parameters), f"tool {tool.name}")
+    # A plain decorator around an async function hides that it is one.
+    return await found if inspect.isawaitable(found) else found

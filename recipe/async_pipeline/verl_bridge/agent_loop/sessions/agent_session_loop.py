@@ -27,8 +27,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 
 from ....agents.episodes import DONE, REDUNDANT
 from ....agents.processes.commands import LeftBehind, OutputLog
-from ....agents.processes.episode_folders import Folder
-from ....agents.processes.sandbox import Sandbox, reason_without
+from ....agents.processes.sandbox import Folder, Sandbox, reason_without
 from ....agents.runners import AgentSpec, Policy, Runner, Task, runner_of, verified
 from ....config.checks.agent_program import hidden_paths
 from ....config.knobs.agentic import EXTERNAL, AgenticConfig
@@ -41,8 +40,7 @@ from ....gateway.sessions import RECALLED, Session, SessionLimits
 from ...launch.run_config import knobs_of
 from ...reward.default_function import can_score
 from ..episodes.environment_loop import RewardedTurns, plain, seed_of
-from ..episodes.episode import END, NOTED, TOOK_MS, WHY, current_attempt
-from ..row_place import place_of
+from ..episodes.episode import END, NOTED, TOOK_MS, WHY, current_attempt, place_of
 from ..tokens.version_spans import ROW_SPANS, ROW_TURNS
 from .external_runner import AddressFile, ExternalRunner
 from .session_policy import SessionPolicy

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ....agents.processes.commands import LeftBehind, OutputLog
-from ....agents.processes.episode_folders import Folder
+from ....agents.processes.sandbox import Folder
 from ....agents.runners import Policy, Task, reward_of
 from ....errors import AgentFailed
 from ....gateway.claims import ClaimLost, Claims

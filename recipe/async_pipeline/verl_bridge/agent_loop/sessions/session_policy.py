@@ -17,8 +17,15 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 from ....core.groups.items import spans_of
 from ....errors import ConfigError, RequestRefused
 from ....gateway.chains import Completion
-from ....gateway.conversation import Message, Said, ToolCall, tool_call
-from ....gateway.pictures import SentPicture, pictures_of, with_pictures
+from ....gateway.conversation import (
+    Message,
+    Said,
+    SentPicture,
+    ToolCall,
+    pictures_of,
+    tool_call,
+    with_pictures,
+)
 from ....gateway.turns import CannotAppend, Form
 from ....gateway.wire import arguments_of
 from ....weight_sync.engine.versioned_engine import FORM
@@ -26,8 +33,7 @@ from ...calls.ray_calls import cause_of
 from ...rollout.client import refuses_request
 from ..prompt_pictures import decoded, require_vision
 from ..tokens.prompt_tokens import SHORT_BYTES, tokens_of, turn_ends
-from .reasoning import THINK, Reasoning, has_think_tags, reasoning_of
-from .response_form import structured, type_of
+from .response_form import THINK, Reasoning, has_think_tags, reasoning_of, structured, type_of
 
 T = TypeVar("T")
 Tools = Sequence[Mapping[str, Any]]

@@ -25,9 +25,9 @@ from ....core.waits.deadline import within
 from ....errors import RolloutError
 from ....observe.run_directory.agent_output import FailedAttempt
 from ...agent_loop.manager import PushAgentLoopManager
+from ...calls.ray_calls import BlockingCalls
 from ...reward.batch_scoring import score_batch
 from ...store.sample_columns import PARTITION, TEACHER_IDS, TEACHER_LOG_PROBS
-from ..calls import BlockingCalls
 from ..reporting.sample_metrics import SampleMeters
 from .data_rows import FLAW
 from .prompt_source import PromptSource

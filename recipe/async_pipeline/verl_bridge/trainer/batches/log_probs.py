@@ -29,12 +29,11 @@ from ....config.placement import Placement, Pool
 from ....core.groups.items import StepBatch
 from ....core.schedule import Schedule
 from ....observe.causes import one_line
-from ...calls.ray_calls import ASK_S, got
+from ...calls.ray_calls import ASK_S, BlockingCalls, got
 from ...rollout.device_holder import node_id
 from ...workers.log_prob_group import end_group, has_adapters, retry_on_actor_death, start_group
 from ...workers.policy_copy import PolicyCopy
 from ...workers.training_worker import REF_COLUMN
-from ..calls import BlockingCalls
 from ..checkpointing import is_of_disk
 from ..reporting.terminal import say
 from ..weight_publisher import WeightPublisher

@@ -13,9 +13,9 @@ from omegaconf import open_dict
 from transfer_queue import KVBatchMeta
 
 from ....core.groups.items import StepBatch
+from ...calls.ray_calls import BlockingCalls
 from ...store.sample_columns import trained_columns
 from ...workers.update_log_probs import CORRECTION
-from ..calls import BlockingCalls
 
 
 class KlControl:

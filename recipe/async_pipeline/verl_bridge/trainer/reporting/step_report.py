@@ -22,16 +22,15 @@ from ....agents.episodes import FAILURES, explain_rows, metrics_by_source, metri
 from ....core.groups.bad_data import BadData, is_round, skipped_update
 from ....core.groups.items import StepBatch
 from ....core.schedule import Schedule
-from ....observe.account.step_account import StepAccountant
+from ....observe.account.accountant import StepAccountant
 from ....observe.observers import ACCOUNT, FILE_ATTEMPTS, LOST, OFF_POLICY, SELECTION, Observers
 from ....observe.run_directory.summary import RunRecorder
 from ....observe.table import StepRow, progress
 from ....observe.trackers import Trackers
+from ...calls.ray_calls import BlockingCalls
 from ..batches.verl_stages import VerlStages, own_copy
-from ..calls import BlockingCalls
 from ..weight_publisher import WeightPublisher
-from .episode_texts import log_rollout_data
-from .kept_pictures import KeptPictures
+from .episode_texts import KeptPictures, log_rollout_data
 from .ray_metrics import RayGauges
 from .sample_metrics import SampleMeters
 from .terminal import echo, say

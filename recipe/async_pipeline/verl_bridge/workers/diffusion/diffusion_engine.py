@@ -14,7 +14,7 @@ columns of a batch:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,10 @@ from typing import Any
 import torch
 import transfer_queue as tq
 from cachetools import LRUCache
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from torch import distributed
+from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.torch_dtypes import PrecisionType
@@ -32,12 +35,98 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import detach_tree
 
 from ....diffusion.families import stacked
-from ....diffusion.policy import evaluate
-from ....errors import ConfigError
+from ....diffusion.sde import evaluate
+from ....errors import CheckpointError, ConfigError
 from ...rollout.diffusers.fields import CONDITION, HOLDER
 from ...store.sample_columns import PARTITION
 from ..loss_registry import KL
-from .moving_average import MovingAverage
+
+WHOLE = "average"
+"""Folder of a checkpoint with the whole average."""
+_STEPS = "steps"
+
+
+class MovingAverage:
+    """Of the trained parameters of a module that FSDP2 has sharded.
+
+    The exponential moving average of trained weights, as in the public code of Flow-GRPO (arXiv 2505.05470).
+
+    Each rank keeps its shards, in float32 in host memory. A checkpoint has them for a resume, and the whole
+    average as files that peft or diffusers read. Images are drawn with the trained weights, not with the
+    average.
+    """
+
+    def __init__(self, module: torch.nn.Module, decay: float, every: int) -> None:
+        """`every`: optimizer steps from one update of the average to the next."""
+        self._module, self._decay, self._every = module, decay, every
+        self._steps = 0
+        self._kept = {name: _local(one).float().cpu().clone() for name, one in self._trained()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Note that an optimizer step was made.
+
+        The first weights count less at the beginning: the decay is at most (1 + n) / (10 + n) at update n.
+        """
+        self._steps += 1
+        updates, left = divmod(self._steps, self._every)
+        if left:
+            return
+        decay = min(self._decay, (1 + updates) / (10 + updates))
+        for name, parameter in self._trained():
+            self._kept[name].lerp_(_local(parameter).float().cpu(), 1 - decay)
+
+    def save(self, folder: Path, rank: int, ranks: int) -> None:
+        """Write what a resume needs, and on rank 0 the whole average. A collective."""
+        save_file({**self._kept, _STEPS: torch.tensor(self._steps)}, folder / _file_of(rank, ranks))
+        whole = {name: self._whole(name, one) for name, one in self._trained()}
+        if rank == 0:
+            self._export(folder / WHOLE, whole)
+
+    def load(self, folder: Path, rank: int, ranks: int) -> None:
+        """Continue from what `save` wrote. Raises CheckpointError if it is missing or of another model."""
+        path = folder / _file_of(rank, ranks)
+        if not path.is_file():
+            raise CheckpointError(f"{folder} has no moving average; leave diffusion.ema_decay as it was")
+        saved = load_file(path)
+        steps = int(saved.pop(_STEPS))
+        if saved.keys() != self._kept.keys():
+            raise CheckpointError(f"{path} is of another model: its tensors have other names")
+        self._kept, self._steps = saved, steps
+
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, one) for name, one in self._module.named_parameters() if one.requires_grad)
+
+    def _whole(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        kept = self._kept[name]
+        if not isinstance(parameter, DTensor):
+            return kept
+        mesh, stride = parameter.device_mesh, parameter.stride()
+        local = kept.to(mesh.device_type)
+        whole = DTensor.from_local(
+            local, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=stride
+        )
+        return whole.full_tensor().cpu()
+
+    def _export(self, folder: Path, whole: dict[str, torch.Tensor]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        module: Any = self._module
+        if isinstance(module, PeftModel):
+            save_file(get_peft_model_state_dict(module, whole), folder / "adapter_model.safetensors")
+            module.peft_config["default"].save_pretrained(folder)
+            return
+        buffers = {name: one for name, one in module.state_dict().items() if name not in whole}
+        save_file({**buffers, **whole}, folder / "diffusion_pytorch_model.safetensors")
+        module.config.save_pretrained(folder)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _file_of(rank: int, ranks: int) -> str:
+    return f"average_rank_{rank}_of_{ranks}.safetensors"
+
 
 KEPT_BYTES = 1 << 28
 """Of conditions in a worker: a step reads them for old log-probs, and again to train. Later steps do not."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.workers.config import McoreEngineConfig
 
@@ -24,3 +25,15 @@ class Float32EngineConfig(McoreEngineConfig):
         object.__setattr__(self, "dtype", "bfloat16")
         super().__post_init__()
         object.__setattr__(self, "dtype", dtype)
+
+
+def set_rotary_base(engine_config: Any, hf_config: Any) -> None:
+    """Set the base in the overrides of a Megatron engine's config, unless the user has set one."""
+    from verl.utils.megatron_utils import get_hf_rope_theta
+
+    try:
+        base = get_hf_rope_theta(hf_config)
+    except (AttributeError, ValueError):
+        # A model without rotary embeddings.
+        return
+    engine_config.override_transformer_config.setdefault("rotary_base", base)

@@ -21,8 +21,8 @@ from verl.workers.engine.megatron.transformer_impl import (
 )
 
 from ....errors import CheckpointError
+from .config import set_rotary_base
 from .cuda_shim import cuda_means_cpu, cuda_type_names
-from .rotary import set_rotary_base
 from .spec import layer_spec
 
 PROVIDER_FIELDS: dict[str, Any] = {

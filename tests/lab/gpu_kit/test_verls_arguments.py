@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.verl_bridge.rollout.verls_arguments import (
+from recipe.async_pipeline.lab.gpu_kit.verls_arguments import (
     FLASHINFER_SINCE,
     GRAPHS,
     OF_ROLLOUT,
