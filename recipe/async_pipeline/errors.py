@@ -91,9 +91,7 @@ class WeightSyncError(AsyncPipelineError, RuntimeError):
 
 
 class StagingError(WeightSyncError):
-    """A version could not be copied to the devices ahead of its load, which remains possible from host
-    memory.
-    """
+    """A version could not be copied to the devices before its load; host memory still has it."""
 
 
 class VersionNotServed(WeightSyncError):

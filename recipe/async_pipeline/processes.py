@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process control on Linux: deaths of parents and ancestors, adoption of orphans, ending process trees, and
-repeating slow starts.
-"""
+"""Process control on Linux: deaths of ancestors, adopted orphans, ends of process trees, slow starts."""
 
 from __future__ import annotations
 

@@ -224,9 +224,7 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def metrics_by_source(groups: Iterable[Group]) -> dict[str, float]:
-    """Return the metrics of the episodes of a step by the data source of their prompts; empty if all have
-    the same one.
-    """
+    """Return the metrics of a step's episodes by data source; empty if all prompts have the same one."""
     sources: dict[str, list[Trajectory]] = {}
     for group in groups:
         sources.setdefault(group.source, []).extend(group.trajectories)

@@ -24,9 +24,7 @@ NO_ACTION = "VALIDATION_ERROR"
 
 
 class OpenEnvEnvironment:
-    """Plays the environment at a URL: the policy writes one field of an action, and reads one field of an
-    observation.
-    """
+    """Plays the environment at a URL: writes one field of an action and reads one of an observation."""
 
     def __init__(
         self,

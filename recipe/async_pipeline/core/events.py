@@ -13,9 +13,7 @@ from .waits.clock import Clock
 Interval = tuple[float, float]
 """Start and end in seconds of the log's time, start < end."""
 SLOWEST_TURNS = "slowest_turns"
-"""Field of ANSWERED: start and seconds of each turn of the episode that ended last; the start is in seconds
-since the episode began.
-"""
+"""Field of ANSWERED: start, since the episode began, and seconds of each turn of the last episode."""
 
 
 @dataclass(frozen=True, kw_only=True)

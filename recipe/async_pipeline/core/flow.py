@@ -324,9 +324,7 @@ class AsyncTrainingFlow:
         }
 
     def _slots(self, pool: str, lanes: Mapping[str, int]) -> int:
-        """Return the slots of a pool: it is exclusive unless its only stage has several lanes, which
-        share it.
-        """
+        """Return the slots of a pool: exclusive, unless its only stage has several lanes, which share it."""
         tenants = [role for role in self.graph if self.trainer.pool_of(role) == pool]
         return lanes[tenants[0]] if len(tenants) == 1 else 1
 

@@ -87,9 +87,7 @@ def insert_custom_stages(graph: dict[str, tuple[str, ...]], specs: Sequence[str]
 
 
 def load_role(target: str) -> type[RoleStateMachine]:
-    """Return the class at `module:Class`. Raises ConfigError if it cannot be imported or is not
-    registered.
-    """
+    """Return the class at `module:Class`. Raises ConfigError if it is not importable or not registered."""
     module, _, name = target.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)

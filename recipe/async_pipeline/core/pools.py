@@ -106,9 +106,7 @@ class PoolSet:
         self._pools = dict(pools)
 
     def get(self, name: str) -> DevicePool:
-        """Return the pool called `name`. Raises LeaseError, which names the known pools, if there is
-        no such pool.
-        """
+        """Return the pool called `name`. Raises LeaseError, which names the known pools, if there is none."""
         try:
             return self._pools[name]
         except KeyError:

@@ -47,9 +47,7 @@ class PipelineTrainer(Protocol):
     # A decision about data.
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
-        """Return why a finished group is not trained and another prompt is drawn instead, or None if
-        it is.
-        """
+        """Return why a finished group is not trained and another prompt is drawn instead, or None."""
 
     # Work.
 
@@ -120,11 +118,7 @@ class PipelineTrainer(Protocol):
         """Tell the user that weight updates are less, or more, asynchronous in the following steps."""
 
     async def watch(self) -> None:
-        """Monitor replicas in the background for the lifetime of the run. Raises the error that
-        should end it.
-        """
+        """Monitor replicas for the lifetime of the run. Raises the error that should end it."""
 
     async def validate(self, version: int) -> float | None:
-        """Validate a version that was just served, if it is due; returns the seconds, or None. It
-        stays served meanwhile.
-        """
+        """Validate a version that was just served, if due, while it serves; return seconds, or None."""

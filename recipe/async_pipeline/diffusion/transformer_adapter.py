@@ -51,9 +51,7 @@ class TransformerAdapter(RecordingAdapter):
         """The configuration of the adapter that the model has; None without one."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return all weights and persistent buffers or, with an adapter, its tensors only: the base came from
-        disk and never changes.
-        """
+        """Return all weights and persistent buffers, or an adapter's tensors only: its base never changes."""
         if self._described is None:
             return dict(_weights(self._model))
         return {

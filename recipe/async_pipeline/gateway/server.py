@@ -57,9 +57,7 @@ class GatewayServer:
     """Serves one ASGI application. Belongs to the loop in which it was started."""
 
     def __init__(self, app: Any, unix_dir: str | None = None, host: str = HOST) -> None:
-        """`unix_dir`: the folder of the Unix socket, which only the user of the run can open; `host`: the
-        address that the port is on.
-        """
+        """`unix_dir`: of the Unix socket, only for the run's user; `host`: the address of the port."""
         self._host = host
         self._config = uvicorn.Config(
             app,

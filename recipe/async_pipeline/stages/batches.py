@@ -96,9 +96,7 @@ class CriticStateMachine(RoleStateMachine):
     """Steps are strictly ordered. Its results go to `train`, which finishes the step."""
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the checkpoint of the previous step, which must hold both models of that step.
-        Unblocked by: train.
-        """
+        """Waits for: the checkpoint of the previous step, with both its models. Unblocked by: train."""
         if self.pipeline.checkpoints.saves(item.step - 1):
             await self.until("saved", item.step - 1)
 

@@ -151,9 +151,7 @@ class RolloutStateMachine(RoleStateMachine):
     """Batches and groups of a checkpoint that this stage has to process."""
 
     async def receive(self) -> StepBatch | Group:
-        """Return the contents of a checkpoint first: the steps that were taken, and groups without a
-        decision.
-        """
+        """Return what a checkpoint held first: the steps that were taken, and groups without a decision."""
         if self._resumed is None:
             self._resumed = deque(self._held())
         if self._resumed:

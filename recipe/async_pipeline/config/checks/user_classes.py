@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the user's classes and functions, written `module:Class`: in their source, and strategies also by an
-import.
-"""
+"""Find the user's classes and functions, `module:Class`, in their source; strategies also by import."""
 
 from __future__ import annotations
 

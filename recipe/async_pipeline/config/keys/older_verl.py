@@ -51,9 +51,7 @@ class Moved(NamedTuple):
     keeps: bool = False
     """Whether the word remains, too."""
     convert: Callable[[str], str | None] = lambda value: value
-    """Returns what a value becomes: None if the word remains, for other checks to refuse it; nothing if it is
-    left out.
-    """
+    """Returns what a value becomes: None if the word remains, to be refused later; nothing if left out."""
 
 
 def _gone(why: str) -> Moved:
@@ -225,9 +223,7 @@ UNREAD: tuple[Refusal, ...] = tuple(
     for path, moved in MOVED.items()
     if path.startswith(("custom_reward_function", "sandbox_fusion", _RM)) and moved.now
 )
-"""verl's configuration still has these keys, and no code reads them. The rows are for files, which nothing
-rewrites.
-"""
+"""verl's configuration still has these keys; no code reads them. Rows for files, which nothing rewrites."""
 
 
 def modernised(overrides: Iterable[str], has: Callable[[str], bool] = lambda path: False) -> Modernised:

@@ -93,9 +93,7 @@ def flaws_of(
     logprobs: Sequence[Any] | None,
     writer: Callable[[int], str],
 ) -> list[Flaw]:
-    """Return the flaws of one response. `logprobs`: of its tokens, None if not requested; `writer`:
-    returns the writer of token i.
-    """
+    """Return the flaws of one response. `logprobs` may be None; `writer` returns the writer of token i."""
     found = []
     if response_tokens == 0:
         found.append(Flaw("empty_answer", f"response {key} has no token", writer(0)))
@@ -203,9 +201,7 @@ class BadData:
         return GroupVerdict(str(worst), again)
 
     def refuse(self, prompt: str) -> GroupVerdict | None:
-        """Return a verdict if the prompt is quarantined, so that no replica generates for it, or
-        None. Raises as `judge`.
-        """
+        """Return a verdict if the prompt is quarantined, not to be generated, or None. Raises as `judge`."""
         found = self.quarantined.get(prompt)
         if found is None:
             return None
@@ -221,9 +217,7 @@ class BadData:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return what `summary.json` shows: flaws by kind and by writer, and the first quarantined
-        prompts.
-        """
+        """Return the part of `summary.json`: flaws by kind and writer, the first quarantined prompts."""
         shown = list(self.quarantined.values())[:SHOWN]
         return {
             "groups": {kind: self.counts[kind] for kind in KINDS if self.counts[kind]},
@@ -251,9 +245,7 @@ class BadData:
         self._groups, self._dropped = int(state["groups"]), int(state["dropped"])
 
     def _count(self, uid: str, flaws: Sequence[Flaw]) -> Flaw | None:
-        """Count the flaws; returns the one that drops the group, or None. Raises BadDataError if one
-        ends the run.
-        """
+        """Count the flaws; return the one that drops the group, or None. Raises BadDataError to end it."""
         first = {flaw.kind: flaw for flaw in reversed(flaws)}
         for kind, flaw in first.items():
             self.counts[kind] += 1

@@ -141,9 +141,7 @@ class MessageQueue:
         self._groups.hold(group.uid, None if group.again else group)
 
     def on_drop(self, call: Callable[[str], object]) -> None:
-        """Call `call` with each group that is given up because it holds up a step, at the moment of
-        that decision.
-        """
+        """Call `call` with each group that is given up because it holds up a step, when this is decided."""
         self._on_drop = call
 
     def give_back(self, uid: str) -> None:

@@ -101,21 +101,15 @@ class Versions:
         return self._reached["served"]
 
     def advance_trained(self, version: int) -> None:
-        """Note that the step that made `version` ended. Raises StalenessViolation if a newer one was
-        trained before.
-        """
+        """Note that step `version` ended. Raises StalenessViolation if a newer one was trained before."""
         self._advance("trained", version)
 
     def advance_critic(self, version: int) -> None:
-        """Note that the critic has learned from step `version`. Raises StalenessViolation if it has
-        from a later one.
-        """
+        """Note that the critic learned from step `version`. Raises StalenessViolation after a later one."""
         self._advance("critic", version)
 
     def advance_saved(self, step: int) -> None:
-        """Note that no checkpoint of step `step` is pending. Raises StalenessViolation if a later one
-        was saved before.
-        """
+        """Note that no checkpoint of `step` is pending. Raises StalenessViolation if a later was saved."""
         self._advance("saved", step)
 
     def advance_gathered(self, version: int) -> None:

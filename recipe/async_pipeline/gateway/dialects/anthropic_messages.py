@@ -62,9 +62,7 @@ PARAMETERS = Parameters(
 )
 CHOICES, FIELDS = ("auto", "none", "any", "tool"), ("output_config.format", "tool_choice")
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search_tool", "advisor", "mcp_toolset")
-"""Beginnings of the types of tools that Anthropic's servers run. The policy does not learn of them, and they
-are counted.
-"""
+"""Beginnings of the types of tools that Anthropic's servers run: counted, and not shown to the policy."""
 REASONING = ("thinking", "redacted_thinking")
 INVALID = "invalid_json"
 """Holds what the policy wrote as arguments if it is not valid JSON: the wire has only mappings."""

@@ -25,9 +25,7 @@ class UnusablePrompt(BadDataError):
 
 @contextmanager
 def found_flaws(into: list[Flaw]) -> Iterator[None]:
-    """Collect the flaws that are noted inside, by this task and its child tasks. For training, not for
-    validation.
-    """
+    """Collect the flaws that this task and its child tasks note inside. For training, not for validation."""
     with episode_with(flaws=into), suppress(UnusablePrompt):
         yield
 
@@ -122,9 +120,7 @@ def unusable_prompt(error: Exception) -> Flaw:
 def flaws_together(
     expected: int, flaws: Sequence[Sequence[Flaw]], sound: Sequence[Mapping[str, Any]]
 ) -> list[Flaw]:
-    """Return the flaws of a group: of each response, and of all together. `sound`: what verl would store
-    for the responses without flaw.
-    """
+    """Return the flaws of a group, of each and of all. `sound`: what verl stores of sound responses."""
     sessions = {int(fields["session_id"]) for fields in sound} | {i for i, found in enumerate(flaws) if found}
     return [flaw for found in flaws for flaw in found] + flaws_of_group(
         expected=expected,

@@ -416,9 +416,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
     async def _store_trajectories(
         self, keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]], partition_id: str
     ) -> None:
-        """Collect the responses of a session: one put for the group costs a fraction of a put for
-        each session.
-        """
+        """Collect the responses of a session: one put per group costs a fraction of a put per session."""
         diffusion_loop.add_columns(fields)
         group, episode = self._groups.get(fields[0]["uid"]), current_episode()
         attempt = episode.attempt

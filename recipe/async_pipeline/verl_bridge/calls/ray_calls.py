@@ -26,9 +26,7 @@ ASK_S = 60.0
 
 
 def got(refs: Any, timeout_s: float | None, *, owner: str, what: str) -> Any:
-    """Return the result of `ray.get`. Raises WaitTimeout after `timeout_s` (None: no limit), and any error of
-    the actor.
-    """
+    """Return the result of `ray.get`. Raises WaitTimeout after `timeout_s`, if any, or the actor's error."""
     try:
         return ray.get(refs, timeout=timeout_s)
     except GetTimeoutError:
@@ -118,9 +116,7 @@ class RestartableActorClass:
 
 
 CALL_THREADS = 16
-"""Maximum number of concurrent blocking calls: one per stage, one of validation, one of the step report,
-three of a checkpoint.
-"""
+"""Concurrent blocking calls: one per stage, one each of validation and report, three of a checkpoint."""
 
 
 class BlockingCalls:

@@ -282,9 +282,7 @@ def _described(kind: str, name: str, error: BaseException) -> str:
 
 
 def checked(result: Any) -> Any:
-    """Return the result, its score as a float. Raises RewardError if that is missing or not a finite
-    number.
-    """
+    """Return the result, its score as a float. Raises RewardError if that is no finite number."""
     score = result.get("score") if isinstance(result, Mapping) else result
     number = Score.of(score).number()
     return {**result, "score": number} if isinstance(result, Mapping) else number

@@ -44,9 +44,7 @@ REFUSALS = ("ValueError", "VLLMClientError")
 
 
 class PipelineLLMClient(LLMServerClient):
-    """verl's client. A response that a replica has begun is lost with it, and generated again by another
-    one.
-    """
+    """verl's client. A response that a replica has begun is lost with it, and generated again elsewhere."""
 
     config: Any
 
@@ -62,9 +60,7 @@ class PipelineLLMClient(LLMServerClient):
         """For each open request, its server and its id there."""
         self._last_death: Exception | None = None
         self._router: Router | None = Router(share)
-        """None if verl's balancer does not use its default rule; then the balancer decides, and requests
-        have no bound.
-        """
+        """None if verl's balancer does not use its default rule: it then decides, and nothing is bounded."""
         self._known_since = -math.inf
         self._asking: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None

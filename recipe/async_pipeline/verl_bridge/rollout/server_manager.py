@@ -69,9 +69,7 @@ class PipelineServerManager(LLMServerManager):
         return early or cls(config)
 
     def ready(self, timeout_s: float) -> None:
-        """Wait for the servers and add them to the balancer. Raises WaitTimeout, or the error of the
-        start.
-        """
+        """Wait for the servers and add them to the balancer. Raises WaitTimeout, or the start's error."""
         result_of(self._starting, timeout_s, owner="the trainer", what="all rollout servers to start")
         servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
         added = self.global_load_balancer.add_servers.remote(servers)
@@ -176,7 +174,5 @@ def room_by_node(devices: int) -> dict[str, tuple[str, int]]:
 
 
 def devices_of_a_node(placement: Placement) -> int:
-    """Return the number of devices of the largest node, from Ray or, if it counts none, from the
-    placement.
-    """
+    """Return the devices of the largest node, from Ray or, if it counts none, from the placement."""
     return max([*_devices_by_node(), *(max(pool.per_node) for pool in placement.pools)])

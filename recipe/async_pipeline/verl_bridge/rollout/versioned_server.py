@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rollout servers of all engines share: they load published versions and record which version wrote
-which token.
-"""
+"""The rollout servers of all engines: they load published versions and record which version wrote a token."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ T = TypeVar("T")
 
 
 MARGIN_S = 10.0
-"""Added to a deadline, so that the engine's own fires first and the trainer's last: the engine's message
-is the most precise.
-"""
+"""Added to a deadline, so that the engine's own, whose message is the most precise, fires first."""
 
 
 GIVEN_UP = 10_000
@@ -115,9 +111,7 @@ class VersionedServer(ControlCalls):
 
     @abstractmethod
     async def _stage_boards(self, manifest: bytes, timeout_s: float) -> list[str | None]:
-        """Begin to copy a version to the devices of all ranks; return each rank's board, or None if it
-        cannot.
-        """
+        """Begin to copy a version to the devices of all ranks; return their boards, or None if it cannot."""
 
     @abstractmethod
     async def _answers(self) -> None:

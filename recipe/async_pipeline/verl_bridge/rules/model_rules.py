@@ -297,9 +297,7 @@ def _check_context(config: DictConfig, described: Mapping[str, Any]) -> None:
 
 
 def _check_fp8(config: DictConfig, described: Mapping[str, Any]) -> None:
-    """Raises ConfigError if an engine that serves fp8 would not get all weights through the conversion, or
-    would compute with older ones.
-    """
+    """Raises ConfigError if an engine that serves fp8 would miss converted weights or use older ones."""
     refuse(FP8, Settings(config))
     if config.actor_rollout_ref.rollout.quantization != "fp8":
         return

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have FSDP train with an attention that is right for the model: torch's where flash-attn, verl's default,
-is not installed.
-"""
+"""Have FSDP train with torch's attention where flash-attn, verl's default, is not installed."""
 
 from __future__ import annotations
 

@@ -202,9 +202,7 @@ def unfused(part: HeldBlock, model_type: str) -> Iterator[HeldBlock]:
 
 
 def _rows_of_expert(part: HeldBlock, expert: int, first_row: int, whole: HeldBlock) -> HeldBlock:
-    """Return the share of `whole`, which begins at `first_row` of an expert, in a part of the fused
-    tensor.
-    """
+    """Return the share of `whole`, which begins at `first_row` of an expert, in a part of the fusion."""
     if part.values is None:
         return whole
     inside = expert - part.offset[0]

@@ -53,9 +53,7 @@ SHARED_WITH_ACTOR = (
 
 
 class LogProbWorker(PipelineWorker):
-    """The published policy, forward only, on separate devices. Created with the role `ref`; see
-    `logp_config`.
-    """
+    """The published policy, forward only, on its own devices. Has the role `ref`; see `logp_config`."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_log_prob(self, data: TensorDict) -> Any:

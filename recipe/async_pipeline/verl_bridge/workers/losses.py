@@ -102,9 +102,7 @@ def topr(
 
 
 def positive_scores(token_scores: torch.Tensor) -> torch.Tensor:
-    """Split for `topr` by score, (batch, 1): whether the scores of a response's tokens sum to more than
-    0.
-    """
+    """Split for `topr` by score, (batch, 1): whether the scores of a response's tokens sum above 0."""
     return token_scores.sum(dim=-1, keepdim=True) > 0
 
 

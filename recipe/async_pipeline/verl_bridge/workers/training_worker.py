@@ -41,9 +41,7 @@ from .shards import Held, assembled, held_by, offload_again
 from .update_log_probs import CORRECTION, UpdateLogProbs
 
 REF_COLUMN = "ref_log_probs_full"
-"""verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix
-them.
-"""
+"""verl's old and reference log-probs share the column `log_probs`; two batches in flight would mix them."""
 
 
 def without_pinned_memory(policy: Any) -> Any:

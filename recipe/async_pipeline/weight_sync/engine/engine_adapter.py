@@ -34,9 +34,7 @@ class Expected(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Served tensors that the engine computes from published ones, such as a quantized weight and its
-    scales.
-    """
+    """Served tensors that the engine computes from published ones, such as quantized weights and scales."""
 
     sources: Mapping[str, tuple[View, ...]]
     """The elements that this rank uses, by published tensor."""
@@ -51,9 +49,7 @@ class Delivered:
     """What one rank serves after a commit."""
 
     tensors: Mapping[str, torch.Tensor]
-    """Every parameter, and every buffer that a load is responsible for, by the engine's names. Aliases are
-    listed under each name.
-    """
+    """Every parameter and loaded buffer, by the engine's names. Aliases are listed under each name."""
     elements: ElementMap
     """Learned from the load itself. The same object for each load of the same layout."""
     expected: Callable[[TensorEntry], Expected | None]

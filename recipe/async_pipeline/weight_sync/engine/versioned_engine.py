@@ -188,9 +188,7 @@ class VersionedEngine(Generic[Request, Output]):
         """Closed while the engine is paused."""
         self._reuse: Reuse = False
         self._follow = True
-        """Receive outputs token by token, so that a response stopped by a load is counted as far as it
-        was seen.
-        """
+        """Receive outputs token by token: a response that a load stops is counted as far as it was seen."""
 
     async def load(
         self, version: int, load: LoadCall, in_flight: str, *, reuse_prefixes: Reuse = False

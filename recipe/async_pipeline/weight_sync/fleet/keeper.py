@@ -57,9 +57,7 @@ ASK_S = 60.0
 ATTEMPTS = 3
 """A consumer that failed to return this many times in a row stays away."""
 BACK_OFF_S = 1.0
-"""Delay before a consumer's second attempt, or after its second failure within `MEMORY_S`; it doubles
-each time.
-"""
+"""Delay before a second attempt, or after a second failure within `MEMORY_S`; it doubles each time."""
 LONGEST_BACK_OFF_S = 60.0
 MEMORY_S = 600.0
 CHECK_EVERY_S = 2.0

@@ -138,9 +138,7 @@ class Consumer(Protocol):
         """Get work again."""
 
     async def check(self) -> None:
-        """Return if the consumer works; raise the error that it died of. If it is stuck, this never
-        returns.
-        """
+        """Return if the consumer works; raise the error that it died of. Never returns if it is stuck."""
 
     async def open_requests(self) -> int:
         """Return the number of requests that it works on."""

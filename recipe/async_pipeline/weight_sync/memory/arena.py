@@ -57,9 +57,7 @@ class HeldBlock(NamedTuple):
     """Index of the block's first element in the whole tensor."""
     values: torch.Tensor | None
     block: tuple[int, ...] | None = None
-    """Shape of the block, if `values` has more dimensions: a view of the elements in the order of the
-    block.
-    """
+    """Shape of the block, if `values` has more dimensions: a view of the elements in the block's order."""
 
     @property
     def extent(self) -> tuple[int, ...]:

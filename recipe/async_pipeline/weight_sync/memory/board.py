@@ -37,9 +37,7 @@ class Board:
             resource_tracker.register(f"/{self.name}", "shared_memory")
 
     def read(self) -> bytes | None:
-        """Return the posted bytes, or None if there are none. Raises WeightSyncError if another user
-        wrote them.
-        """
+        """Return the posted bytes, or None. Raises WeightSyncError if another user wrote them."""
         try:
             fd = open_own(self.name, os.O_RDONLY)
         except WeightSyncError as error:

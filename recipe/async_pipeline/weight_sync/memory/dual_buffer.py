@@ -31,9 +31,7 @@ class DualBuffer:
         return 0 if self.ready_slot is None else 1 - self.ready_slot
 
     def commit(self) -> int:
-        """Declare the filled slot complete and return its version. Raises WeightSyncError if no fill is
-        open.
-        """
+        """Declare the filled slot complete; return its version. Raises WeightSyncError if no fill is open."""
         if self.filling_version is None:
             raise WeightSyncError("commit without begin_fill")
         self.ready_slot = 0 if self.ready_slot is None else 1 - self.ready_slot

@@ -134,9 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
         return msgspec.structs.replace(self, buckets=buckets, elsewhere=())
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[TensorEntry, ...]]:
-        """Yield the tensors in order, in runs of at most `piece_bytes`; a larger tensor forms its own
-        run.
-        """
+        """Yield the tensors in order, in runs of at most `piece_bytes`; larger tensors form their own run."""
         run: list[TensorEntry] = []
         size = 0
         for entry in self.tensors:
@@ -189,9 +187,7 @@ Announcement = Manifest | Share
 
 
 class Layout:
-    """Where the tensors of a version are: in order, in buckets, each on a cache line. The same on all
-    ranks.
-    """
+    """Where a version's tensors are: in order, in buckets, on cache lines. The same on all ranks."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self.tensors: list[TensorEntry] = []

@@ -24,9 +24,7 @@ import xxhash
 T = TypeVar("T")
 R = TypeVar("R")
 THREADS = 8
-"""Threads of a copy or a checksum, also on two cores: an update is short, and the processes that compute
-meanwhile keep all cores busy.
-"""
+"""Threads of a copy or a checksum, also on two cores: updates are short, and the others keep busy."""
 BACKGROUND_NICE = 4
 """How much nicer than its process a thread is that copies in the background: against one thread that
 generates, it gets less than a third of a core.

@@ -112,9 +112,7 @@ class Segment:
         return checksum(self.bytes[:nbytes].numpy())
 
     def close(self) -> None:
-        """Unlink the file if this process made it. The mapping ends when the last tensor that uses it
-        does.
-        """
+        """Unlink the file if this process made it. The mapping ends with the last tensor that uses it."""
         self._refused = True  # a thread may be about to pin
         self.pin(())
         if self._owner:

@@ -43,9 +43,7 @@ class SessionPolicy:
     """The policy of one session; see `gateway.sessions.Policy`."""
 
     def __init__(self, loop: Any, sampling_params: Mapping[str, Any], tool_parser: str | None) -> None:
-        """`loop`: the agent loop, for its tokenizer and its client; `sampling_params`: the run's;
-        `tool_parser`: a name of verl's.
-        """
+        """`loop`: an agent loop with tokenizer and client; `tool_parser`: a name of verl's."""
         self._builder, self._tokenizer = loop.continuous_token_builder, loop.tokenizer
         self._client, self._sampling = loop.server_manager, dict(sampling_params)
         self._loop, self._limit_images = loop, loop.rollout_config.get("limit_images")

@@ -68,9 +68,7 @@ class RecordedRequest(NamedTuple):
         )
 
     def with_more(self, written: RecordedRequest) -> RecordedRequest:
-        """Return it with what was generated after it. What is unknown of a part is unknown of the
-        result.
-        """
+        """Return it with what was generated after it. What is unknown of a part is unknown of the result."""
         said = len(self.token_ids)
         known = self.log_probs is not None and written.log_probs is not None
         return self._replace(
@@ -199,9 +197,7 @@ class NotedResponse(NamedTuple):
     before: Sequence[RecordedRequest]
 
     def together(self, version: int) -> list[RecordedRequest]:
-        """Return all requests, without what is newer than a version. It copies open ones, so call it in a
-        thread.
-        """
+        """Return all requests without what is newer than a version; copies open ones, so use a thread."""
         parts = [one.with_written(written) for one, written in self.opened]
         whole = (*self.said, *(part for part in parts if part is not None), *self.before)
         return [old for one in whole if (old := one.until(version)) is not None]

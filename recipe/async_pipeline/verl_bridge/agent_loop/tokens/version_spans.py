@@ -95,9 +95,7 @@ def add_fields(outputs: Sequence[Any], turns: Sequence[ResponseTurn]) -> None:
 
 
 def costs_of(turns: Sequence[ResponseTurn], seconds: float) -> dict[str, float]:
-    """Return all of `COSTS` but `score_s`. `seconds`: from the start of the response until it was ready
-    to be scored.
-    """
+    """Return all of `COSTS` but `score_s`. `seconds`: from the response's start until it could be scored."""
     generate_s = sum(turn.seconds for turn in turns)
     return {
         "turns": len(turns),

@@ -154,9 +154,7 @@ WITHOUT_PINNING = _WithoutPinning("torch")
 
 
 def without_pinning() -> None:
-    """Have tensors not be pinned, which torch's CPU build cannot do. Call it in the process that computes; it
-    imports SGLang.
-    """
+    """Have tensors not be pinned, which torch's CPU build cannot. For the process that computes."""
     import torch
 
     replaced.apply("SGLang's scheduler on a CPU")

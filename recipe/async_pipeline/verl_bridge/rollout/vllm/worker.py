@@ -34,9 +34,7 @@ def engine_facts(worker: Any) -> dict[str, str]:
 
 
 def _name_of(backend: Any) -> str:
-    """Return the name of an attention: a class in a language model, or a member of an enumeration in a vision
-    tower.
-    """
+    """Return the name of an attention: a language model has its class, a vision tower a member of an enum."""
     return _of_member(backend) if isinstance(backend, Enum) else str(backend.get_name())
 
 
@@ -50,9 +48,7 @@ def engine_line(version: str, facts: dict[str, str]) -> str:
 
 
 class PipelineWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension, plus `load_snapshot`, and `stage_snapshot` for loads that are staged on the
-    device.
-    """
+    """verl's extension, plus `load_snapshot`, and `stage_snapshot` for loads staged on the device."""
 
     adapter_class: type[VllmAdapter] = VllmAdapter
     _serving: ServingRank | None = None

@@ -240,9 +240,7 @@ def identity(row: Mapping[str, Any]) -> str:
 
 
 def _digest(value: Any, digest: xxhash.xxh3_128) -> None:
-    """Add a value to a digest. An object of another type counts as its text, or as its type if that has an
-    address.
-    """
+    """Add a value to a digest; another object counts as its text, or as its type if that has an address."""
     if isinstance(value, torch.Tensor):
         value = value.numpy(force=True)
     if isinstance(value, np.ndarray) and value.dtype == object:

@@ -186,9 +186,7 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
 
 
 def assembled(engine: Any) -> Assembled:
-    """Return all tensors, or the ones of an adapter that is not merged, as Megatron-Bridge assembles them.
-    A collective.
-    """
+    """Return all tensors, or an unmerged adapter's, as Megatron-Bridge assembles them. A collective."""
     # verl would return the base of an adapter, because it assumes that engines do not have it yet.
     weights, adapter = engine.get_per_tensor_param(base_sync_done=True)
     return Assembled(iter(weights), None if adapter is None else json.dumps(adapter))
@@ -275,9 +273,7 @@ def pieces_of(task: Any) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Sh
 
 
 def is_writer(mapping: Any, parameter: torch.Tensor) -> bool:
-    """Return whether this rank publishes what it holds of a parameter: one of all ranks that hold the
-    same.
-    """
+    """Return whether this rank publishes what it holds of a parameter: one of all that hold the same."""
     if mapping.is_expert:
         return bool(parallel_state.get_expert_data_parallel_rank() == 0)
     replicas = parallel_state.get_data_parallel_rank(with_context_parallel=True)
