@@ -10,14 +10,13 @@ from recipe.async_pipeline.config.keys.foreign_keys import (
     ForeignKey,
     Outcome,
     Takes,
-    by_hand,
     left_out,
-    one_of,
     only,
     required,
     to,
 )
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.tools.translate.rules import by_hand, one_of
 
 
 def test_keys_that_agree_share_a_knob() -> None:

@@ -19,10 +19,10 @@ from recipe.async_pipeline.lab.bench.measuring.spans import MeasuredSpan
 from recipe.async_pipeline.lab.bench.measuring.usage import Usage
 from recipe.async_pipeline.lab.bench.results.report import bounds
 from recipe.async_pipeline.observe.account.accountant import account
-from recipe.async_pipeline.observe.run_directory.event_file import read_events
 from recipe.async_pipeline.tools.plan.bound import bound_terms as planned_terms
 from recipe.async_pipeline.tools.plan.profile import Batch, Stage, Stages, Sync
 from recipe.async_pipeline.tools.report.advice_model import Model
+from recipe.async_pipeline.tools.run_directory import read_events
 from tests.tools.plan.runs import write_run
 from tests.tools.plan.workloads import profile, setting
 

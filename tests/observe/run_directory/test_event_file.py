@@ -15,8 +15,9 @@ from recipe.async_pipeline import AsyncTrainingFlow, redaction
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.waits.clock import run_virtual
 from recipe.async_pipeline.observe.run_directory import event_file
-from recipe.async_pipeline.observe.run_directory.event_file import EventFile, read_events
+from recipe.async_pipeline.observe.run_directory.event_file import EventFile
 from recipe.async_pipeline.observe.run_directory.summary import write_atomically
+from recipe.async_pipeline.tools.run_directory import read_events
 from tests.fakes.trainer import SimTrainer
 
 

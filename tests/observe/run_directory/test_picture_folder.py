@@ -7,13 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from recipe.async_pipeline.observe.run_directory.picture_folder import (
-    FOLDER,
-    INDEX,
-    Picture,
-    PictureFolder,
-    read_pictures,
-)
+from recipe.async_pipeline.observe.run_directory.picture_folder import FOLDER, INDEX, Picture, PictureFolder
+from recipe.async_pipeline.tools.run_directory import read_pictures
 
 
 def about(step: int, reward: float | None = 0.5, number: int = 0) -> Picture:

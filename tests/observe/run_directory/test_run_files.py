@@ -6,13 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipe.async_pipeline.observe.run_directory.run_files import (
-    events_of_steps,
-    rows_until,
-    run_of,
-    set_aside,
-    set_aside_run,
-)
+from recipe.async_pipeline.observe.run_directory.run_files import rows_until, run_of, set_aside, set_aside_run
+from recipe.async_pipeline.tools.run_directory import events_of_steps
 
 
 def test_set_aside_uses_the_next_free_number(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from recipe.async_pipeline.core.replay import busy_intervals
 from recipe.async_pipeline.errors import RunFilesError
-from recipe.async_pipeline.observe.run_directory.event_file import read_events
 from recipe.async_pipeline.tools.report.trace import MAX_FLOWS, trace_events, write_trace
 from recipe.async_pipeline.tools.report.trace_episodes import TraceEvent
+from recipe.async_pipeline.tools.run_directory import read_events
 from tests import HANG_S, REPOSITORY
 from tests.observe.run_folder import RecordedTrainer, write_run
 

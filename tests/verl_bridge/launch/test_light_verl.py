@@ -156,3 +156,32 @@ def test_verl_without_the_plugin_is_refused(
     monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.process.after_import"), "_loaded", False)
     with pytest.raises(PatchedVerlRequired, match="did not load our plugin"):
         module.require_plugin()
+
+
+DEFAULT: dict[str, Any] = {
+    "custom_reward_function": {"path": None},
+    "reward_model": {"enable": False},
+    "reward_manager": {"name": "naive", "module": {"path": None}},
+}
+
+
+@pytest.mark.parametrize(
+    ("data_source", "known"),
+    [("openai/gsm8k", True), ("math_dapo", True), ("async_pipeline/frozen_lake", False), (None, False)],
+)
+def test_verls_function_knows_few_data_sources(
+    module: ModuleType, data_source: str | None, known: bool
+) -> None:
+    assert module.can_score(OmegaConf.create({"reward": DEFAULT}), data_source) is known
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"custom_reward_function": {"path": "score.py"}},
+        {"reward_model": {"enable": True}},
+        {"reward_manager": {"module": {"path": "manager.py"}}},
+    ],
+)
+def test_a_function_or_model_of_the_run_scores_anything(module: ModuleType, own: dict[str, Any]) -> None:
+    assert module.can_score(OmegaConf.create({"reward": {**DEFAULT, **own}}), "of_no_benchmark")

@@ -137,25 +137,9 @@ def differs(text: str, **overrides: Any) -> Rule:
     return lambda value, document: Outcome("differs", overrides, text)
 
 
-def by_hand(text: str) -> Rule:
-    """The user has to do something."""
-    return lambda value, document: Outcome("by hand", text=text)
-
-
 def unsupported(text: str) -> Rule:
     """This package cannot do it."""
     return lambda value, document: Outcome("unsupported", text=text)
-
-
-def one_of(choices: Mapping[Any, Any], *paths: str, otherwise: str) -> Rule:
-    """Set these paths to the counterpart of the value; for other values, say `otherwise`."""
-
-    def rule(value: Any, document: Document) -> Outcome:
-        if value in choices:
-            return Outcome("set", dict.fromkeys(paths, choices[value]))
-        return Outcome("by hand", text=otherwise)
-
-    return rule
 
 
 def only(expected: Any, text: str, otherwise: str) -> Rule:
@@ -164,18 +148,6 @@ def only(expected: Any, text: str, otherwise: str) -> Rule:
     def rule(value: Any, document: Document) -> Outcome:
         same = value == expected
         return Outcome("nothing to do" if same else "differs", text=text if same else otherwise)
-
-    return rule
-
-
-def untruncated(path: str, *whole: Any) -> Rule:
-    """Set a limit of sampling if it is one of `whole`, which cut nothing off; leave it out otherwise."""
-
-    def rule(value: Any, document: Document) -> Outcome:
-        if value in whole:
-            return Outcome("set", {path: value})
-        text = f"left at {whole[0]}, since log-probs of truncated sampling cannot be compared with a lag"
-        return Outcome("differs", text=text)
 
     return rule
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from ...core.events import LogRecord
 from ...core.groups.bad_data import is_round
 from ...core.waits.retry import Retry
 from ...redaction import without_secrets
@@ -193,21 +192,3 @@ def _is_torn(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
-
-
-def read_events(path: Path) -> list[LogRecord]:
-    """Return the records of an `events.jsonl`, without a last line that a crash cut short.
-
-    Raises OSError if the file cannot be read, ValueError or KeyError if another line is not a record.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records = []
-    for number, line in enumerate(lines):
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines) - 1:
-                break
-            raise
-        records.append(LogRecord.of(fields))
-    return records

@@ -46,30 +46,3 @@ class PictureFolder:
             return
         with (self._path / INDEX).open("ab") as index:
             index.write(b"".join(msgspec.json.encode(one) + b"\n" for one in pictures))
-
-
-def read_pictures(run_dir: Path, missing: list[str]) -> Sequence[Picture]:
-    """Return the pictures of a run by step; adds a line to `missing` if some cannot be read."""
-    folder = run_dir / FOLDER
-    try:
-        lines = (folder / INDEX).read_bytes().splitlines()
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        missing.append(f"{FOLDER}/{INDEX} cannot be read ({type(error).__name__}): no pictures")
-        return ()
-
-    found: dict[str, Picture] = {}
-    lost = 0
-    for line in lines:
-        try:
-            about = msgspec.json.decode(line, type=Picture)
-            # The name of a file, not a path to another place.
-            png = (folder / Path(about.file).name).read_bytes()
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
-            lost += 1
-            continue
-        found[about.file] = msgspec.structs.replace(about, png=png)
-    if lost:
-        missing.append(f"{FOLDER}: {lost} of {len(lines)} pictures cannot be read")
-    return sorted(found.values(), key=lambda one: (one.step, one.file))

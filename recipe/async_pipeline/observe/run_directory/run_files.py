@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,26 +50,6 @@ def set_aside_run(folder: Path) -> Path | None:
     for path in records:
         path.rename(kept / path.name)
     return kept
-
-
-def events_of_steps(folder: Path) -> Path:
-    """Return the events of the newest process that trained a step; `events.jsonl` if none did.
-
-    A process that resumes a completed run, or fails before its first step, has no figures.
-    """
-    newest = folder / EVENTS
-    numbered = sorted(folder.glob("events.*.jsonl"), key=_number_of, reverse=True)
-    return next((path for path in (newest, *numbered) if path.exists() and _trained(path)), newest)
-
-
-def _number_of(path: Path) -> int:
-    number = path.name.split(".")[1]
-    return int(number) if number.isdigit() else 0
-
-
-def _trained(path: Path) -> bool:
-    with path.open("rb") as lines:
-        return any(b'"TRAINED"' in line for line in lines)
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
@@ -110,12 +89,3 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict):
                 yield row
-
-
-def why_it_never_began(run_dir: Path) -> str:
-    """Return what a run that left no events says about its end, or nothing."""
-    with suppress(OSError, ValueError, AttributeError):
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        if error := summary.get("error"):
-            return f"it ended ({summary['status']}) before it began: {error}"
-    return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...observe.run_directory.run_files import why_it_never_began
+from ..run_directory import why_it_never_began
 from .audit import Audit, LedgerFields, audit, horizon
 
 NAME = "ledger.jsonl"

@@ -16,8 +16,7 @@ from ...config.knobs.schema import AsyncPipelineConfig
 from ...config.placement import Placement
 from ...core.events import LogRecord
 from ...errors import ConfigError
-from ...observe.run_directory.event_file import read_events
-from ...observe.run_directory.run_files import events_of_steps, why_it_never_began
+from ..run_directory import events_of_steps, read_events, why_it_never_began
 
 SETTINGS = "settings.json"
 ENDS = {

@@ -22,7 +22,7 @@ from typing import Any
 from ...core.events import LogRecord
 from ...core.replay import Lane, RunState, lane_of
 from ...errors import RunFilesError
-from ...observe.run_directory.event_file import read_events
+from ..run_directory import read_events
 from .trace_episodes import SlowestEpisode, TraceEvent, episode_events
 
 SHORTEST_US = 0.01

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ...config.keys.foreign_keys import Document, Outcome, by_hand, nothing, only
+from ...config.keys.foreign_keys import Document, Outcome, nothing, only
 from ...config.paths import OWN, select
 from ...errors import ConfigError
-from .rules import NODE_DEVICES, Table, TranslatedFile, translate
+from .rules import NODE_DEVICES, Table, TranslatedFile, by_hand, translate
 from .verls_keys import SWITCH, VERLS
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -9,21 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ...config.keys.foreign_keys import (
-    Document,
-    Outcome,
-    Rule,
-    by_hand,
-    nothing,
-    one_of,
-    only,
-    to,
-    unsupported,
-    untruncated,
-)
+from ...config.keys.foreign_keys import Document, Outcome, Rule, nothing, only, to, unsupported
 from ...config.knobs.agentic import AgenticConfig
 from ...config.paths import select
-from .rules import Table, TranslatedFile, as_it_is, translate
+from .rules import Table, TranslatedFile, as_it_is, by_hand, one_of, translate, untruncated
 from .verls_keys import SWITCH, VERLS, with_agent
 
 _AGENTIC = f"+{AgenticConfig.PATH}"

@@ -14,24 +14,25 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...config.keys.foreign_keys import (
-    Document,
-    Outcome,
-    Rule,
-    by_hand,
-    differs,
-    nothing,
-    one_of,
-    only,
-    to,
-    untruncated,
-)
+from ...config.keys.foreign_keys import Document, Outcome, Rule, differs, nothing, only, to
 from ...config.knobs.agentic import AgenticConfig
 from ...config.paths import select
 from ...errors import ConfigError
 from .roll_run import MEGATRON, RUN, STRATEGY, by_engine
 from .roll_workers import TEMPLATE, WORKERS
-from .rules import NODE_DEVICES, Table, TranslatedFile, device_ids, devices, quotient, translate, whole
+from .rules import (
+    NODE_DEVICES,
+    Table,
+    TranslatedFile,
+    by_hand,
+    device_ids,
+    devices,
+    one_of,
+    quotient,
+    translate,
+    untruncated,
+    whole,
+)
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config.keys.foreign_keys import Document, Outcome, Rule, by_hand, differs, nothing, one_of, only, to
+from ...config.keys.foreign_keys import Document, Outcome, Rule, differs, nothing, only, to
 from ...config.paths import select
 from .roll_workers import TEMPLATE
-from .rules import UNKNOWN, Table
+from .rules import UNKNOWN, Table, by_hand, one_of
 
 _ACTOR = "actor_rollout_ref.actor"
 TRAIN_STRATEGY = "actor_train.strategy_args.strategy_name"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config.keys.foreign_keys import Document, Outcome, by_hand, differs, nothing, only, to, unsupported
+from ...config.keys.foreign_keys import Document, Outcome, differs, nothing, only, to, unsupported
 from ...config.paths import select
-from .rules import Table
+from .rules import Table, by_hand
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MODEL, _VALIDATION = "actor_rollout_ref.model", f"{_ROLLOUT}.val_kwargs"

@@ -211,3 +211,31 @@ def _evaluated(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]):
             return list(range(*map(_evaluated, args)))
     raise ValueError("no list of devices")
+
+
+def by_hand(text: str) -> Rule:
+    """The user has to do something."""
+    return lambda value, document: Outcome("by hand", text=text)
+
+
+def one_of(choices: Mapping[Any, Any], *paths: str, otherwise: str) -> Rule:
+    """Set these paths to the counterpart of the value; for other values, say `otherwise`."""
+
+    def rule(value: Any, document: Document) -> Outcome:
+        if value in choices:
+            return Outcome("set", dict.fromkeys(paths, choices[value]))
+        return Outcome("by hand", text=otherwise)
+
+    return rule
+
+
+def untruncated(path: str, *whole: Any) -> Rule:
+    """Set a limit of sampling if it is one of `whole`, which cut nothing off; leave it out otherwise."""
+
+    def rule(value: Any, document: Document) -> Outcome:
+        if value in whole:
+            return Outcome("set", {path: value})
+        text = f"left at {whole[0]}, since log-probs of truncated sampling cannot be compared with a lag"
+        return Outcome("differs", text=text)
+
+    return rule

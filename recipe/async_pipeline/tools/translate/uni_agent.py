@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ...config.keys.foreign_keys import Document, by_hand, nothing, to
+from ...config.keys.foreign_keys import Document, nothing, to
 from ...config.knobs.agentic import AgenticConfig
-from .rules import Table, TranslatedFile, translate
+from .rules import Table, TranslatedFile, by_hand, translate
 from .verls_keys import SWITCH, VERLS, with_agent
 
 _AGENTIC = f"+{AgenticConfig.PATH}"

@@ -16,10 +16,9 @@ from ...config.checks.batch_sizes import BATCH
 from ...config.checks.refusals import UNREADABLE
 from ...config.knobs.agentic import AGENT_LOOP_OF_AGENTS, ENVIRONMENT_LOOP, VERLS_AGENT_LOOP
 from ...config.paths import hint, select
-from ..reward.default_function import uses_default, verl_knows
 from ..rules.model_rules import description_of
 from .chat_check import in_a_line
-from .light_verl import registered_agent_loops
+from .light_verl import registered_agent_loops, uses_default, verl_knows
 
 SOURCE, TRUTH, AGENT = "data_source", "reward_model", "agent_name"
 """Columns: what the reward function of a row is, what it compares with, and the agent loop."""

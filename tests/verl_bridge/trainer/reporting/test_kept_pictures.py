@@ -12,7 +12,8 @@ import pytest
 from tensordict import NonTensorStack, TensorDict
 
 from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory
-from recipe.async_pipeline.observe.run_directory.picture_folder import Picture, read_pictures
+from recipe.async_pipeline.observe.run_directory.picture_folder import Picture
+from recipe.async_pipeline.tools.run_directory import read_pictures
 
 pytestmark = pytest.mark.real_engine
 Image = pytest.importorskip("PIL.Image")

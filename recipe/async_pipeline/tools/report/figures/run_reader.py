@@ -13,9 +13,8 @@ from ....config.paths import select
 from ....core.events import LogRecord
 from ....core.replay import start_facts
 from ....errors import RunFilesError
-from ....observe.run_directory.event_file import read_events
-from ....observe.run_directory.picture_folder import Picture, read_pictures
-from ....observe.run_directory.run_files import events_of_steps, why_it_never_began
+from ....observe.run_directory.picture_folder import Picture
+from ...run_directory import events_of_steps, read_events, read_pictures, why_it_never_began
 from ..drawing.wording import ENGINE_LINE
 
 PREFIX = "async_pipeline/"

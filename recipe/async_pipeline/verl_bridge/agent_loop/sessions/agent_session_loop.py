@@ -37,8 +37,8 @@ from ....gateway.chains import ChainRow
 from ....gateway.claims import Claims
 from ....gateway.registry import Sessions
 from ....gateway.sessions import RECALLED, Session, SessionLimits
+from ...launch.light_verl import can_score
 from ...launch.run_config import knobs_of
-from ...reward.default_function import can_score
 from ..episodes.environment_loop import RewardedTurns, plain, seed_of
 from ..episodes.episode import END, NOTED, TOOK_MS, WHY, current_attempt, place_of
 from ..tokens.version_spans import ROW_SPANS, ROW_TURNS
