@@ -106,7 +106,7 @@ class PoolSet:
         self._pools = dict(pools)
 
     def get(self, name: str) -> DevicePool:
-        """Return the pool called `name`. Raises LeaseError, which names the known pools, if there is none."""
+        """Return the pool called `name`. Raises LeaseError, with the known names, if it does not exist."""
         try:
             return self._pools[name]
         except KeyError:

@@ -21,7 +21,7 @@ from recipe.async_pipeline.lab.gpu_kit.steps import (
     run_step,
     run_steps,
 )
-from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import engine_line
+from recipe.async_pipeline.verl_bridge.rollout.vllm.facts import engine_line
 from tests import HANG_S
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from recipe.async_pipeline.verl_bridge.calls.control_calls import PacedStarts
+
+pytestmark = pytest.mark.real_engine
 
 
 async def begun_by_turn(

@@ -9,6 +9,8 @@ import pytest
 
 from recipe.async_pipeline.verl_bridge.rollout.standalone_replica import OTHER_CALLS, BoundedReplica
 
+pytestmark = pytest.mark.real_engine
+
 
 class Verls:
     """Stands for verl's replica."""

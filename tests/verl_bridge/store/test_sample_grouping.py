@@ -8,6 +8,8 @@ import torch
 
 from recipe.async_pipeline.verl_bridge.store.sample_columns import joinable
 
+pytestmark = pytest.mark.real_engine
+
 
 def test_responses_of_any_length_join() -> None:
     lengths = (3, 5, 3)

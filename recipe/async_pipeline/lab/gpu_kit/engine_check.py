@@ -135,7 +135,7 @@ class Vllm:
         self.versioned = serve_versions(self._engine)
 
     async def facts(self) -> dict[str, str]:
-        from ...verl_bridge.rollout.vllm.worker import engine_line
+        from ...verl_bridge.rollout.vllm.facts import engine_line
 
         (first, *_) = await self._engine.collective_rpc("engine_facts", WAIT_S)
         echo(engine_line(metadata.version("vllm"), first))

@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_pipeline.errors import RunFilesError
 from recipe.async_pipeline.tools.report.figures.run_reader import read_run
-from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import engine_line
+from recipe.async_pipeline.verl_bridge.rollout.vllm.facts import engine_line
 from tests.observe.run_folder import RecordedTrainer, write_run
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import engine_facts, engine_line
+from recipe.async_pipeline.verl_bridge.rollout.vllm.facts import engine_facts, engine_line
 
 
 class Layer:

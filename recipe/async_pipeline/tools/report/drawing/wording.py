@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 ENGINE_LINE = re.compile(r"\bengine: (vLLM \S+, model runner .+)$", re.MULTILINE)
-"""A line that the server of a run prints; see `verl_bridge.rollout.vllm.worker`."""
+"""A line that the server of a run prints; see `verl_bridge.rollout.vllm.facts`."""
 ROLE_COLOURS = {
     "generate": "c-generate",
     "teacher": "c-teacher",

@@ -23,8 +23,8 @@ from ...cpu.cpu_platform import is_cpu
 from ..standalone_replica import StandaloneReplica
 from ..versioned_server import VersionedServer, is_one_node, loopback_of, name_node
 from .engine import progress_by_name, rejections, serve_versions
+from .facts import engine_line
 from .plugin import IN_PROCESS
-from .worker import engine_line
 
 ON_DEVICE = "mm_device_do_normalize"
 """Has vLLM normalize pixels in the model. Their mean and deviation are buffers there, which belong to no

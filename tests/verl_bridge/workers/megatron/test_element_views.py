@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from recipe.async_pipeline.verl_bridge.workers.megatron.shards import ParameterView, cut, fitted
+from recipe.async_pipeline.verl_bridge.workers.megatron.element_views import ParameterView, cut, fitted
 
 pytestmark = pytest.mark.real_engine
 GROUPS, QUERIES, SIZE, HIDDEN = 3, 2, 4, 5
@@ -84,7 +84,7 @@ def test_other_orders_have_no_view(rearrange: Rearrange) -> None:
 
 
 def test_a_large_tensor_is_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipe.async_pipeline.verl_bridge.workers.megatron.shards.CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("recipe.async_pipeline.verl_bridge.workers.megatron.element_views.CHUNK_ELEMENTS", 7)
     assert view_through(lambda w: w[:, :3], (50, 4)) is not None
     row, column = indices((50, 4))
     row[49, 3] = 0
