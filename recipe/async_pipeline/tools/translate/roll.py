@@ -111,9 +111,8 @@ def is_agentic(document: Document) -> bool:
 
 def responses_per_prompt(document: Document) -> int:
     """Return the size of a group."""
-    if is_agentic(document):
-        return whole(document, f"{_ENVS}.group_size", whole(document, _RLVR_GROUP, 1))
-    return whole(document, _RLVR_GROUP, 1)
+    of_rlvr = whole(document, _RLVR_GROUP, 1)
+    return whole(document, f"{_ENVS}.group_size", of_rlvr) if is_agentic(document) else of_rlvr
 
 
 def prompts_per_step(document: Document) -> int:
