@@ -34,9 +34,8 @@ class Tokenizer:
 
 
 @pytest.fixture
-def modules(load: Load) -> tuple[ModuleType, ModuleType]:
-    folder = "recipe.async_pipeline.verl_bridge.reward"
-    return load(f"{folder}.responses"), load(f"{folder}.responses")
+def responses(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.reward.responses")
 
 
 def scored(scoring: ModuleType, response: Any, result: Any, *, is_async: bool, router: str | None) -> Any:
@@ -72,32 +71,29 @@ def scored(scoring: ModuleType, response: Any, result: Any, *, is_async: bool, r
     [(0.5, [4, 5, 6], None), ({"score": 1, "acc": 0.2}, [7], "host:1"), (0.0, [], None)],
 )
 def test_the_score_is_the_managers(
-    modules: tuple[ModuleType, ModuleType], row: Any, is_async: bool, result: Any, ids: Any, router: Any
+    responses: ModuleType, row: Any, is_async: bool, result: Any, ids: Any, router: Any
 ) -> None:
-    responses, scoring = modules
     response = responses.Response([[1, 2]], [ids], [2], [{"turn_scores": [], "session": 1}], row)
-    stock, ours = scored(scoring, response, result, is_async=is_async, router=router)
+    stock, ours = scored(responses, response, result, is_async=is_async, router=router)
     assert ours == stock
 
 
 def test_long_responses_of_an_async_function_are_decoded_in_a_thread(
-    modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+    responses: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    responses, scoring = modules
-    monkeypatch.setattr(scoring, "SHORT", 2)
+    monkeypatch.setattr(responses, "SHORT", 2)
     response = responses.Response([[1, 2]], [[3, 4, 5]], [2], [{}], ROW)
-    stock, ours = scored(scoring, response, 0.5, is_async=True, router=None)
+    stock, ours = scored(responses, response, 0.5, is_async=True, router=None)
     assert ours == stock
 
 
-def test_other_managers_get_their_data(modules: tuple[ModuleType, ModuleType]) -> None:
-    responses, scoring = modules
+def test_other_managers_get_their_data(responses: ModuleType) -> None:
 
-    class Custom(scoring.NaiveRewardManager):  # type: ignore[name-defined, misc]
+    class Custom(responses.NaiveRewardManager):  # type: ignore[name-defined, misc]
         """A user's manager."""
 
     async def scorer_of(manager: Any) -> Any:
-        return scoring.scorer_of(manager(SimpleNamespace(), Tokenizer(), lambda **_: 0.5))
+        return responses.scorer_of(manager(SimpleNamespace(), Tokenizer(), lambda **_: 0.5))
 
     assert asyncio.run(scorer_of(Custom)) is None
-    assert asyncio.run(scorer_of(scoring.NaiveRewardManager)) is not None
+    assert asyncio.run(scorer_of(responses.NaiveRewardManager)) is not None

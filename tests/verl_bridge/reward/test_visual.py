@@ -22,9 +22,8 @@ ROW = {
 
 
 @pytest.fixture
-def modules(load: Load) -> tuple[ModuleType, ModuleType]:
-    folder = "recipe.async_pipeline.verl_bridge.reward"
-    return load(f"{folder}.responses"), load(f"{folder}.responses")
+def responses(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.reward.responses")
 
 
 def response_of(responses: ModuleType, **fields: Any) -> Any:
@@ -35,9 +34,8 @@ def response_of(responses: ModuleType, **fields: Any) -> Any:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("result", [0.5, {"score": 0.5, "colour": 1.0}])
 async def test_both_ways_give_the_function_the_same(
-    modules: tuple[ModuleType, ModuleType], is_async: bool, result: Any
+    responses: ModuleType, is_async: bool, result: Any
 ) -> None:
-    responses, visual = modules
     seen: list[dict[str, Any]] = []
 
     def function(**arguments: Any) -> Any:
@@ -47,7 +45,7 @@ async def test_both_ways_give_the_function_the_same(
     async def awaited(**arguments: Any) -> Any:
         return function(**arguments)
 
-    manager = visual.VisualRewardManager(SimpleNamespace(), None, awaited if is_async else function)
+    manager = responses.VisualRewardManager(SimpleNamespace(), None, awaited if is_async else function)
     response = response_of(responses, picture=PICTURE)
     direct, through_verl = [await manager.score(response), await manager.run_single(response.data())]
     info = result if isinstance(result, dict) else {"acc": 0.5}
@@ -59,9 +57,8 @@ async def test_both_ways_give_the_function_the_same(
         assert "picture" not in arguments["extra_info"] and "solution_str" not in arguments
 
 
-async def test_a_response_without_a_picture_is_an_error(modules: tuple[ModuleType, ModuleType]) -> None:
-    responses, visual = modules
+async def test_a_response_without_a_picture_is_an_error(responses: ModuleType) -> None:
 
     with pytest.raises(RewardError, match="a response without a picture"):
-        manager = visual.VisualRewardManager(SimpleNamespace(), None, lambda **_: 1.0)
+        manager = responses.VisualRewardManager(SimpleNamespace(), None, lambda **_: 1.0)
         await manager.score(response_of(responses))

@@ -11,6 +11,7 @@ import pytest
 from verl.experimental.agent_loop.tool_parser import ToolParser
 
 from recipe.async_pipeline.lab.tasks.tokenizer import make_tokenizer
+from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 MARKS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>"]
@@ -28,6 +29,11 @@ SPELLINGS = [
     " to=functions.f<|channel|>commentary <|constrain|>json",
     " to=functions.f <|channel|>commentary<|constrain|>json",
 ]
+
+
+@pytest.fixture
+def module(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.agent_loop.sessions.session_policy")
 
 
 def calls_of(module: ModuleType, text: str) -> tuple[str, list[tuple[str, str]]]:

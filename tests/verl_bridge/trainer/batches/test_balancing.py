@@ -7,7 +7,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.conftest import Load
+
 pytestmark = pytest.mark.real_engine
+
+
+@pytest.fixture
+def module(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.trainer.batches.data_rows")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -13,6 +13,11 @@ from tests.conftest import Load
 pytestmark = pytest.mark.real_engine
 
 
+@pytest.fixture
+def module(load: Load) -> Any:
+    return load("recipe.async_pipeline.verl_bridge.trainer.batches.data_rows")
+
+
 class Store:
     """A sample store whose prompts end one after another, and a clock that only sleeping advances."""
 

@@ -14,9 +14,15 @@ from tensordict import NonTensorStack, TensorDict
 from recipe.async_pipeline.core.groups.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.observe.run_directory.picture_folder import Picture
 from recipe.async_pipeline.tools.run_directory import read_pictures
+from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture
+def module(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.trainer.reporting.episode_texts")
 
 
 class Store:
