@@ -7,7 +7,7 @@
 # questions about words, by a pretrained model (words), or addition again, from a teacher alone (distill).
 #
 #   bash run_scripts/smoke_cpu.sh [--task addition|lake|lake_agent|openai_agent|calculator|image|look|words|distill] \
-#       [--model dense|moe|qwen2.5-vl|qwen3-vl] [hydra overrides]
+#       [--model dense|moe|qwen2.5-vl|qwen3-vl|smollm2] [hydra overrides]
 #   bash run_scripts/smoke_cpu.sh async_strategy=n_step_ahead trainer.total_training_steps=10
 #   bash run_scripts/smoke_cpu.sh actor_rollout_ref.actor.strategy=megatron
 #   bash run_scripts/smoke_cpu.sh --explain [--task T] [--model M] [hydra overrides]
@@ -17,7 +17,7 @@
 #
 # Sets everything up first (once). Settings:
 #   ASYNC_PIPELINE_PYTHON   an interpreter with the stack, instead of .venv; skips setup.sh
-# Results: outputs/smoke/latest/{summary.json,metrics.jsonl,events.jsonl,run.log}
+# Results: outputs/smoke/latest/{summary.json,metrics.jsonl,events.jsonl,run.log}; with --task T, outputs/T/latest
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -40,13 +40,15 @@ while [ "${1:-}" = --task ] || [ "${1:-}" = --model ] || [ "${1:-}" = --explain 
   case "$1 ${2:-}" in
     "--task addition" | "--task lake" | "--task lake_agent" | "--task openai_agent" | "--task calculator" | \
       "--task image" | "--task look" | "--task words" | "--task distill") TASK="$2" ;;
-    "--model dense" | "--model moe" | "--model qwen2.5-vl" | "--model qwen3-vl") MODEL=(--model "$2") ;;
+    "--model dense" | "--model moe" | "--model qwen2.5-vl" | "--model qwen3-vl" | "--model smollm2")
+      MODEL=(--model "$2")
+      ;;
     --task*)
       echo "smoke_cpu.sh: --task must be addition, lake, lake_agent, openai_agent, calculator, image, look, words or distill, got '${2:-}'" >&2
       exit 2
       ;;
     *)
-      echo "smoke_cpu.sh: --model must be dense or moe, or qwen2.5-vl or qwen3-vl for look, got '${2:-}'" >&2
+      echo "smoke_cpu.sh: --model must be dense or moe, qwen2.5-vl or qwen3-vl for look, smollm2 for words, got '${2:-}'" >&2
       exit 2
       ;;
   esac

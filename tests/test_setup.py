@@ -108,8 +108,8 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
             "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look, words or "
             "distill, got 'chess'",
         ),
-        (["--model"], "--model must be dense or moe, or qwen2.5-vl or qwen3-vl for look, got"),
-        (["--task", "addition", "--model", "sparse"], "or qwen2.5-vl or qwen3-vl for look, got 'sparse'"),
+        (["--model"], "--model must be dense or moe, qwen2.5-vl or qwen3-vl for look, smollm2 for words, got"),
+        (["--task", "addition", "--model", "sparse"], "smollm2 for words, got 'sparse'"),
     ],
 )
 def test_the_smoke_script_refuses_what_it_does_not_have(words: list[str], error: str) -> None:
