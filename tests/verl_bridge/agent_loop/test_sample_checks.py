@@ -76,6 +76,32 @@ def test_a_log_prob_that_is_none_is_put_down_to_who_wrote_the_token(
     assert (flaw.kind, flaw.writer) == ("nonfinite_logprobs", writer)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "response", "pictures", "places"),
+    [
+        ([1, 9, 9, 9, 1, 9, 9], [2], 2, None),
+        ([1, 9, 9], [2], 0, 1),
+        ([1], [2, 9, 2], 0, 1),
+        ([1, 9, 9], [2, 9], 1, 2),
+        ([1], [2], 1, 0),
+    ],
+    ids=["two pictures", "text of a row", "text of the policy", "both", "a picture without a place"],
+)
+def test_a_place_of_a_picture_without_one_is_a_flaw(
+    checks_module: ModuleType, load: Load, prompt: list[int], response: list[int], pictures: int, places: Any
+) -> None:
+    """verl and the trained model would end the run with an error that names no row."""
+    made = checks_module.Checks(Policies().by_kind("fail"), 8, {"images": 9, "videos": 8})
+    one = output(load)
+    one.prompt_ids, one.response_ids = prompt, response
+    one.multi_modal_data = {"images": ["picture"] * pictures} if pictures else None
+    passes, flaws = noted(checks_module, made, one)
+    why = f"the text of response u_0_0 has {places} places for images, of which there are {pictures}"
+    assert (passes, [(flaw.kind, flaw.why) for flaw in flaws]) == (
+        (True, []) if places is None else (False, [("unusable_prompt", why)])
+    )
+
+
 def test_a_turn_that_does_not_say_who_it_was(checks_module: ModuleType, load: Load) -> None:
     flaws: list[Flaw] = []
     with checks_module.found_flaws(flaws):

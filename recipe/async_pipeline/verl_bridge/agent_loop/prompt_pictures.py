@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from PIL import Image
+from verl.utils.tokenizer.tokenizer import get_processor_token_id
 
 from ...errors import ConfigError
 
@@ -25,6 +26,16 @@ STORED = "__stored__"
 def has_media(messages: Any) -> bool:
     """Return whether a prompt has anything but text."""
     return any(part.get("type", "text") != "text" for part in _parts(messages))
+
+
+def media_tokens(processor: Any) -> dict[str, int]:
+    """Return the token that stands for a part of a picture or video, by verl's name of these media; none for
+    a model whose positions do not depend on them. `processor`: verl's, or None.
+    """
+    if not hasattr(processor, "get_rope_index"):
+        return {}
+    found = {f"{name}s": get_processor_token_id(processor, name) for name in ("image", "video")}
+    return {name: token for name, token in found.items() if token is not None}
 
 
 def require_vision(loop: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 from ray.exceptions import RayTaskError
@@ -37,9 +38,13 @@ CutPrompt = Callable[[Any, list[int]], list[int]]
 class Checks:
     """The checks of each response of a run."""
 
-    def __init__(self, policies: Mapping[str, str], prompt_limit: int) -> None:
-        """`policies`: by kind; `prompt_limit`: tokens of a prompt."""
-        self._policies, self._prompt_limit = policies, prompt_limit
+    def __init__(
+        self, policies: Mapping[str, str], prompt_limit: int, media: Mapping[str, int] | None = None
+    ) -> None:
+        """`policies`: by kind; `prompt_limit`: tokens of a prompt. `media`: the token that stands for a part
+        of a picture or video, by verl's name of these media, where their places in the text decide positions.
+        """
+        self._policies, self._prompt_limit, self._media = policies, prompt_limit, media or {}
 
     def refusing_long_prompts(self, cut: CutPrompt) -> CutPrompt:
         """Return verl's `_cap_text_prompt_length`, but refuse prompts that are too long.
@@ -100,7 +105,7 @@ class Checks:
         flaws = current_episode().flaws
         if flaws is None:
             return True
-        found = flaws_of(
+        found = self._misplaced(key, output) + flaws_of(
             key,
             prompt_tokens=len(output.prompt_ids),
             prompt_limit=self._prompt_limit,
@@ -110,6 +115,22 @@ class Checks:
         )
         flaws += found
         return self.usable(found)
+
+    def _misplaced(self, key: str, output: Any) -> list[Flaw]:
+        """Compare the pictures of a response with the runs of tokens that stand for one.
+
+        Text may contain such tokens, of a row, an agent, a tool or the policy itself; verl and the trained
+        model would fail on one without a picture.
+        """
+        tokens = [*output.prompt_ids, *output.response_ids]
+        found = []
+        for name, token in self._media.items():
+            shown = len((output.multi_modal_data or {}).get(name) or ())
+            places = sum(one == token and one != before for before, one in pairwise([None, *tokens]))
+            if places != shown:
+                why = f"the text of response {key} has {places} places for {name}, of which there are {shown}"
+                found.append(Flaw(UNUSABLE_PROMPT, why))
+        return found
 
 
 def unusable_prompt(error: Exception) -> Flaw:

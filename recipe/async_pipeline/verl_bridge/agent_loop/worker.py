@@ -43,7 +43,7 @@ from .episodes.episode import (
 from .episodes.episode_attempts import Episodes
 from .episodes.redundancy import Begun, first_sound
 from .episodes.validation import OpenPrompts, Validated, failed_response
-from .prompt_pictures import opened
+from .prompt_pictures import media_tokens, opened
 from .responses import (
     Answered,
     GroupInProgress,
@@ -92,7 +92,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             ]
         knobs = knobs_of(self.config)
         policies = knobs.faults.bad_data.by_kind(knobs.reward.failure)
-        self._checks = Checks(policies, self.rollout_config.prompt_length)
+        self._checks = Checks(policies, self.rollout_config.prompt_length, media_tokens(self.processor))
         refusing = {
             "refuse_long": self._checks.refusing_long_prompts,
             "refuse_pictures": self._checks.refusing_pictures,
