@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from recipe.async_pipeline.verl_bridge.agent_loop.prompt_pictures import (
+    OF_PNG,
     closed,
     has_media,
     opened,
@@ -56,8 +57,20 @@ async def test_a_picture_with_a_file_travels_as_its_file() -> None:
     assert [*back["prompt"][1]["content"][0]] == ["type", "bytes", "path", "min_pixels", "image"]
 
 
-async def test_what_has_no_file_stays_as_it_is() -> None:
-    drawn = Image.new("RGB", (4, 4), "red")
+@pytest.mark.parametrize("mode", OF_PNG)
+async def test_a_picture_without_a_file_travels_as_a_file_that_keeps_its_pixels(mode: str) -> None:
+    drawn = Image.effect_noise((64, 48), 50).convert(mode)
+    row = row_of({"image": drawn})
+    travels = closed(row, decode=False)
+    (part,) = (one for one in travels["raw_prompt"][1]["content"] if one["type"] == "image")
+    assert "image" not in part and part["bytes"].startswith(b"\x89PNG")
+    back = (await opened(pickle.loads(pickle.dumps(travels))))["prompt"][1]["content"][0]["image"]
+    assert (back.mode, back.size, back.tobytes()) == (mode, (64, 48), drawn.tobytes())
+    assert back.getpalette() == drawn.getpalette()
+
+
+async def test_what_no_file_keeps_stays_as_it_is() -> None:
+    drawn = Image.new("CMYK", (4, 4), "red")
     named = {"image": "https://example.org/a.png"}
     rows = [row_of(one) for one in ({"image": drawn}, named, {"bytes": None, "path": "a.png"})]
     for row in [*rows, row_of(), {"raw_prompt": "a text"}, {"index": 3}]:

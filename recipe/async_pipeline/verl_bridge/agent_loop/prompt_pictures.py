@@ -21,6 +21,8 @@ PromptRow = Mapping[str, Any]
 
 STORED = "__stored__"
 """In the payload of a prompt with pictures: Ray's reference to its row."""
+OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes of pictures that PNG keeps as they are. Data sets of Hugging Face have pictures without a file."""
 
 
 def has_media(messages: Any) -> bool:
@@ -64,8 +66,14 @@ async def opened(row: PromptRow) -> dict[str, Any]:
 
 
 def _close(part: dict[str, Any]) -> dict[str, Any]:
-    if part.get("bytes") and isinstance(part.get("image"), Image.Image):
-        del part["image"]
+    picture = part.get("image")
+    if isinstance(picture, Image.Image):
+        if not part.get("bytes") and picture.mode in OF_PNG:
+            file = io.BytesIO()
+            picture.save(file, "PNG", compress_level=1)
+            part["bytes"] = file.getvalue()
+        if part.get("bytes"):
+            del part["image"]
     return part
 
 

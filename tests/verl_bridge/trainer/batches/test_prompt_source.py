@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from PIL import Image
 
 from recipe.async_pipeline.core.groups.fates import Settlement
 from recipe.async_pipeline.core.groups.items import Prompt
@@ -225,6 +226,18 @@ def test_the_fingerprint_of_a_row_is_as_in_older_checkpoints(load: Load) -> None
     module = load("recipe.async_pipeline.verl_bridge.trainer.batches.prompt_source")
     row = {"raw_prompt": [{"role": "user", "content": "1+2="}], "index": 3, "data_source": "toy", "uid": "x"}
     assert module.fingerprint(row) == "b01198ec74f66e8c"
+
+
+def test_another_picture_is_another_row(load: Load) -> None:
+    """Data sets of Hugging Face have pictures without a file."""
+    module = load("recipe.async_pipeline.verl_bridge.trainer.batches.prompt_source")
+
+    def row(*colours: str) -> dict[str, Any]:
+        parts = [{"type": "image", "image": Image.new("RGB", (2, 2), colour)} for colour in colours]
+        return {"raw_prompt": [{"role": "user", "content": parts}], "index": 3}
+
+    red, again, blue = (module.fingerprint(row(colour)) for colour in ("red", "red", "blue"))
+    assert red == again != blue
 
 
 def test_a_data_set_without_a_batch_is_refused(load: Load) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import ray
 import torch
 import xxhash
+from PIL import Image
 from tensordict import NonTensorStack
 
 from ....core.groups.fates import Settlement
@@ -270,15 +271,22 @@ def _digest(value: Any, digest: xxhash.xxh3_128) -> None:
 
 
 def fingerprint(row: Mapping[str, Any]) -> str:
-    """Return a hash of a prompt's text and numbers; of other values, such as images, only of their type."""
+    """Return a hash of a prompt's text, numbers and pictures; of other values, only of their type."""
     names = ("raw_prompt", "index", "data_source", "reward_model")
     # Lists, because the prompts of older checkpoints were batches of one row.
     content = {name: [row[name]] for name in names if name in row}
     try:
-        plain = msgspec.json.encode(content, enc_hook=lambda value: type(value).__name__, order="sorted")
+        plain = msgspec.json.encode(content, enc_hook=_in_short, order="sorted")
     except (TypeError, ValueError):
         # Keys that are not text, or a text that is not Unicode.
         digest = xxhash.xxh3_128()
         _digest(content, digest)
         return digest.hexdigest()
     return xxhash.xxh3_64_hexdigest(plain)
+
+
+def _in_short(value: Any) -> Any:
+    """Return what stands for a value that is no JSON in a fingerprint."""
+    if isinstance(value, Image.Image):
+        return [value.mode, value.size, xxhash.xxh3_64_hexdigest(value.tobytes())]
+    return type(value).__name__
