@@ -108,7 +108,10 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
             "--task must be addition, lake, lake_agent, openai_agent, calculator, image, look, words or "
             "distill, got 'chess'",
         ),
-        (["--model"], "--model must be dense or moe, qwen2.5-vl or qwen3-vl for look, smollm2 for words, got"),
+        (
+            ["--model"],
+            "--model must be dense or moe, qwen2.5-vl or qwen3-vl for look, smollm2 for words, got",
+        ),
         (["--task", "addition", "--model", "sparse"], "smollm2 for words, got 'sparse'"),
     ],
 )
