@@ -141,7 +141,7 @@ def test_what_the_server_refuses_is_not_asked_again(module: ModuleType, server: 
 
 def test_a_server_that_is_gone_is_waited_for_until_the_deadline(module: ModuleType, server: Server) -> None:
     server.close()
-    with pytest.raises(RolloutError, match="/v1 did not answer within 0.2 s: .*Connect"):
+    with pytest.raises(RolloutError, match=r"/v1 did not answer within 0.2 s: \w"):
         ask(module, server.url, timeout_s=0.2)
 
 
