@@ -35,8 +35,8 @@ class Run(NamedTuple):
     """The last run of a test."""
 
     seconds: float
-    """The fewest of all passes with this code, because machines are busy at times; shared fixtures count for
-    the first test.
+    """The fewest of all passes with this code, because machines are busy at times, and of the code before if
+    the pass was on a slow machine; shared fixtures count for the first test.
     """
     at: str
     """UTC time to the minute, which is the same for all tests of a session; empty if only estimated."""
@@ -144,12 +144,16 @@ def part_of(
     return part
 
 
-def updated(table: Table, runs: Table, collected: Sequence[str], places: Sequence[str]) -> dict[str, Run]:
-    """Return the table after a session. `collected`: all nightly tests in `places`."""
+def updated(
+    table: Table, runs: Table, collected: Sequence[str], places: Sequence[str], slow: bool = False
+) -> dict[str, Run]:
+    """Return the table after a session. `collected`: all nightly tests in `places`. `slow`: the machine is
+    slower than the table's, so the seconds of another version of a test say more than the ones of this run.
+    """
     merged = dict(table)
     for test, run in runs.items():
         before = table.get(test)
-        if before is not None and (before.outcome, before.code) == (run.outcome, run.code):
+        if before is not None and before.outcome == run.outcome and (slow or before.code == run.code):
             run = run._replace(seconds=min(before.seconds, run.seconds))
         merged[test] = run
     tests = {*collected}
@@ -193,6 +197,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="the named nightly tests, or a tenth: the changed ones, then the ones that have waited longest",
     )
+    parser.addoption(
+        "--slow-machine",
+        action="store_true",
+        help="--nightly-part keeps the seconds of tests that passed before",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -205,6 +214,7 @@ class _Session:
 
     def __init__(self, config: pytest.Config) -> None:
         self._root, self._path = config.rootpath, config.rootpath / TABLE
+        self._slow = bool(config.getoption("--slow-machine"))
         self._collected: list[str] = []
         self._places: list[str] = []
         self._codes: dict[str, str] = {}
@@ -252,7 +262,7 @@ class _Session:
             test: Run(self._seconds[test], self._at, outcome, self._codes[test])
             for test, outcome in self._outcomes.items()
         }
-        table = updated(read_table(self._path), runs, self._collected, self._places)
+        table = updated(read_table(self._path), runs, self._collected, self._places, self._slow)
         write_table(table, self._path)
         return table
 
