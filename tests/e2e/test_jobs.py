@@ -163,7 +163,7 @@ def test_pictures_of_every_kind_cost_their_prompts_at_most(look_task: Path, tmp_
     job = run_job(
         smoke_command(
             *LOOK,
-            "async_strategy=fully_async",
+            "async_strategy=n_step_ahead",
             f"data.train_files={tmp_path / 'train.parquet'}",
             f"data.val_files={tmp_path / 'train.parquet'}",
             "data.max_prompt_length=24",
@@ -180,7 +180,7 @@ def test_pictures_of_every_kind_cost_their_prompts_at_most(look_task: Path, tmp_
         tmp_path / "run",
         look_task,
     )
-    summary = check_clean_end(job, "fully_async", 3, 6, groups=4)
+    summary = check_clean_end(job, "n_step_ahead", 3, 6, groups=4)
     check_events(job)
     found = summary["bad_data"]
     assert found["groups"].keys() == {UNUSABLE_PROMPT}

@@ -507,6 +507,27 @@ async def test_validation_counts_failed_episodes_and_their_ends(
     assert (found["agentic/episodes"], found["agentic/again"], found["agentic/turns/mean"]) == (3.0, 2.0, 1.0)
 
 
+async def test_text_with_places_of_pictures_does_not_end_a_validation(
+    load: Load,
+    module: ModuleType,
+    worker_of: WorkerOf,
+    store: Store,
+    response: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play(client: Any, params: Any, row: dict[str, Any]) -> Any:
+        take_turn(1, [(1, 0)], "r", 3, 0.25)
+        return response()
+
+    monkeypatch.setattr(module, "media_tokens", lambda processor: {"images": 3})
+    changes = {f"{ROLLOUT}.val_kwargs.n": 1, f"{AGENTIC}.attempts": 2, f"{AGENTIC}.failure_reward": -1.0}
+    worker = worker_of(play, **changes, **{f"{AGENTIC}.environment": "m:C"})
+    _, failed = await worker.run_validation(validated(load, PROMPT))
+    assert [one.attempt for one in failed] == [1, 2]
+    assert "text of response a_0 has 1 places for images, of which there are 0" in failed[0].why
+    assert [float(put["fields"]["rm_scores"].sum()) for put in store.puts] == [-1.0]
+
+
 async def test_images_of_validation_have_no_noise(load: Load, worker_of: WorkerOf, store: Store) -> None:
     loop = load("recipe.async_pipeline.verl_bridge.agent_loop.diffusion_loop").DiffusionLoop
     images = image_client.Client()

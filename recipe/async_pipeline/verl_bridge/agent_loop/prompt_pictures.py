@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from PIL import Image
@@ -38,6 +39,20 @@ def media_tokens(processor: Any) -> dict[str, int]:
         return {}
     found = {f"{name}s": get_processor_token_id(processor, name) for name in ("image", "video")}
     return {name: token for name, token in found.items() if token is not None}
+
+
+def misplaced(media: Mapping[str, int], tokens: Sequence[int], shown: Mapping[str, int]) -> list[str]:
+    """Return how the runs of tokens that stand for a picture or video differ from what is `shown`.
+
+    Text may contain such tokens, of a row, an agent, a tool or the policy itself; verl, the engine and the
+    trained model would fail on one without a picture. `media`: of `media_tokens`.
+    """
+    found = []
+    for name, token in media.items():
+        places = sum(one == token and one != before for before, one in pairwise([None, *tokens]))
+        if places != (there := shown.get(name, 0)):
+            found.append(f"has {places} places for {name}, of which there are {there}")
+    return found
 
 
 def require_vision(loop: Any) -> None:

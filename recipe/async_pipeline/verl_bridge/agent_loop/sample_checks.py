@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from typing import Any
 
 from ray.exceptions import RayTaskError
@@ -16,6 +15,7 @@ from ...errors import BadDataError
 from ...redaction import without_secrets
 from ..calls.ray_calls import cause_of
 from .episodes.episode import current_episode, episode_with
+from .prompt_pictures import misplaced
 from .responses import reward_info_of
 from .tokens.version_spans import ResponseTurn, writer_of
 
@@ -97,6 +97,15 @@ class Checks:
         """Return whether a group with these flaws is to be trained."""
         return all(self._policies[flaw.kind] == "keep" for flaw in flaws)
 
+    def refuse_misplaced(self, outputs: Sequence[Any], name: str) -> None:
+        """Raise UnusablePrompt if the text of a response has places for other pictures than it shows.
+
+        For validation, which repeats such an episode as if its agent had failed; in training it is a flaw.
+        """
+        for output in outputs:
+            for flaw in self._misplaced(name, output):
+                raise UnusablePrompt(flaw.why)
+
     def passes(self, key: str, output: Any, turns: Sequence[ResponseTurn]) -> bool:
         """Return whether verl can store this response and a step can train on it; notes its flaws.
 
@@ -117,20 +126,10 @@ class Checks:
         return self.usable(found)
 
     def _misplaced(self, key: str, output: Any) -> list[Flaw]:
-        """Compare the pictures of a response with the runs of tokens that stand for one.
-
-        Text may contain such tokens, of a row, an agent, a tool or the policy itself; verl and the trained
-        model would fail on one without a picture.
-        """
-        tokens = [*output.prompt_ids, *output.response_ids]
-        found = []
-        for name, token in self._media.items():
-            shown = len((output.multi_modal_data or {}).get(name) or ())
-            places = sum(one == token and one != before for before, one in pairwise([None, *tokens]))
-            if places != shown:
-                why = f"the text of response {key} has {places} places for {name}, of which there are {shown}"
-                found.append(Flaw(UNUSABLE_PROMPT, why))
-        return found
+        """Compare the pictures of a response with the tokens that stand for one."""
+        shown = {name: len(found or ()) for name, found in (output.multi_modal_data or {}).items()}
+        found = misplaced(self._media, [*output.prompt_ids, *output.response_ids], shown)
+        return [Flaw(UNUSABLE_PROMPT, f"the text of response {key} {why}") for why in found]
 
 
 def unusable_prompt(error: Exception) -> Flaw:

@@ -309,8 +309,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         return chosen
 
     async def _compute_teacher_logprobs(self, output: Any, *args: Any, **kwargs: Any) -> None:
-        """Ask the teacher about a response with pictures, which the sample store does not keep; the stage
-        `teacher` asks about others once their group is finished.
+        """Ask the teacher about a response with pictures, of which the sample store keeps the inputs of the
+        trained model alone; the stage `teacher` asks about others once their group is finished.
         """
         if output.multi_modal_data:
             await super()._compute_teacher_logprobs(output, *args, **kwargs)
@@ -393,6 +393,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """Process the output as verl does, and record the turns and their versions."""
         outputs = output if isinstance(output, list) else [output]
         attempt = current_attempt()
+        if validate:
+            self._checks.refuse_misplaced(outputs, f"{kwargs['uid']}_{kwargs['session_id']}")
         if attempt is not None:
             attempt.returned(outputs)
         turns = taken_turns()

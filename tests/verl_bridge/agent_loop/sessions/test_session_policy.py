@@ -158,7 +158,11 @@ def test_an_answer_is_whole_with_its_end_token(module: ModuleType) -> None:
     }
 
 
-async def test_pictures_have_placeholders_and_reach_the_engine(module: ModuleType) -> None:
+async def test_pictures_have_placeholders_and_reach_the_engine(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # verl adds it where positions depend on pictures.
+    monkeypatch.setattr(PROCESSOR, "get_rope_index", None, raising=False)
     client, red, blue = Client([EOS]), SentPicture(drawn("red")), SentPicture(drawn("blue"))
     policy = policy_of(module, client=client, sees=True)
     shown = {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image", "image": red}]}
@@ -175,6 +179,9 @@ async def test_pictures_have_placeholders_and_reach_the_engine(module: ModuleTyp
     with pytest.raises(RequestRefused, match="has 3 pictures, and rollout.limit_images is 2") as refused:
         await policy.generate("r", more, 9, [], None, [red, blue, red])
     assert refused.value.end == "tokens"
+    why = "the text of the conversation has 2 places for images, of which there are 1"
+    with pytest.raises(RequestRefused, match=why):
+        await policy.generate("r", more, 9, [], None, [red])
 
 
 @pytest.mark.parametrize(

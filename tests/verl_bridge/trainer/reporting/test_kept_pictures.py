@@ -105,14 +105,16 @@ def test_pictures_of_prompts_are_written_once(module: ModuleType, tmp_path: Path
         {"type": "image", "image": red},
         {"type": "image", "image": wide},
         {"type": "image", "image": "https://example.org/photo.jpg"},
+        {"type": "image", "image": "data:image/png;base64," + 9999 * "A"},
     ]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "look"},
         {"role": "user", "content": content},
     ]
     messages += [{"role": "assistant", "content": None}, {"role": "assistant"}]
-    first, second, third = module.of_prompt(messages, tmp_path)
+    first, second, third, inside = module.of_prompt(messages, tmp_path)
     assert third == "https://example.org/photo.jpg"
+    assert inside.startswith("data:image/png;base64,AAA") and len(inside) == module.NAME_CHARACTERS
     with Image.open(tmp_path / first) as image:
         assert image.tobytes() == red.tobytes()
     with Image.open(tmp_path / second) as image:

@@ -31,7 +31,7 @@ from ....gateway.wire import arguments_of
 from ....weight_sync.engine.versioned_engine import FORM
 from ...calls.ray_calls import cause_of
 from ...rollout.client import refuses_request
-from ..prompt_pictures import decoded, require_vision
+from ..prompt_pictures import decoded, media_tokens, misplaced, require_vision
 from ..tokens.prompt_tokens import SHORT_BYTES, tokens_of, turn_ends
 from .response_form import THINK, Reasoning, has_think_tags, reasoning_of, structured, type_of
 
@@ -49,6 +49,7 @@ class SessionPolicy:
         self._loop, self._limit_images = loop, loop.rollout_config.get("limit_images")
         self._shown: dict[SentPicture, Any] = {}
         """Pictures of the session, in the size in which the model sees them."""
+        self._media = media_tokens(loop.processor)
         self._format = tool_parser
         self._parser = (
             None if tool_parser is None else ToolParser.get_tool_parser(tool_parser, self._tokenizer)
@@ -173,6 +174,8 @@ class SessionPolicy:
                 f"{self._limit_images}",
                 end="tokens",
             )
+        for why in misplaced(self._media, token_ids, {"images": len(pictures)}):
+            raise RequestRefused(f"the text of the conversation {why}: it has the model's tokens of them")
         params = {**self._sampling, "max_tokens": max_tokens}
         if form is not None:
             params[FORM] = structured(form, self._format)

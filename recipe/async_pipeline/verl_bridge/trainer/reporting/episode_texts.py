@@ -35,6 +35,8 @@ OF_PROMPTS = "pictures"
 """The folder of pictures of prompts, next to the files of verl's generations."""
 LONGEST_SIDE = 256
 """Pixels; larger pictures are kept smaller."""
+NAME_CHARACTERS = 200
+"""Of the path or address of a picture."""
 
 
 class KeptPictures:
@@ -100,7 +102,8 @@ def _save(image: Any, path: Path) -> None:
 def of_prompt(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     """Write the pictures of a prompt below `folder`, each once, and return their names there.
 
-    A picture that the data names by a path or address is not written, and has that name.
+    A picture that the data names by a path or address is not written, and has that name; of a data URI
+    that is its beginning.
     """
     names = []
     contents = (message.get("content") for message in messages)
@@ -110,7 +113,7 @@ def of_prompt(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
             continue
         image = part.get("image")
         if not hasattr(image, "convert"):
-            names.append(str(image))
+            names.append(str(image)[:NAME_CHARACTERS])
             continue
         copy = image.convert("RGB")
         name = f"{OF_PROMPTS}/{xxhash.xxh3_64_hexdigest(copy.tobytes())}-{copy.width}x{copy.height}.png"
