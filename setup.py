@@ -14,7 +14,7 @@ VERSION = re.findall(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[0]
 # ray, vLLM, TransferQueue and their dependencies) is not listed: verl is installed as a patched tree, and the
 # right versions of torch and vLLM depend on the machine (CPU: run_scripts/cpu.lock.txt).
 INSTALL_REQUIRES = [
-    "aiohttp",  # requests of the soak's bursts
+    "aiohttp",  # the server of `serve`, requests of the soak's bursts
     "cachetools",  # the router's bounded map from conversation to replica
     "hydra-core",  # `explain` and `simulate` compose a command line as verl does
     "jinja2",  # templates of report pages, with escaped text
@@ -52,6 +52,7 @@ setup(
         "recipe.async_pipeline.lab.gpu_kit": ["page.html"],
         "recipe.async_pipeline.lab.soak": ["stepped_clock.c"],
         "recipe.async_pipeline.tools.report": ["report.css", "report.js", "templates/*.html"],
+        "recipe.async_pipeline.tools.serve": ["live.js"],
     },
     # Install patches and profiles into sysconfig's `data` folder, where an installation without a checkout
     # finds them.

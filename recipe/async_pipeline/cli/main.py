@@ -79,6 +79,9 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "report": Subcommand(
         "recipe.async_pipeline.tools.cli.report", "write report.html for one run, or compare two runs"
     ),
+    "serve": Subcommand(
+        "recipe.async_pipeline.tools.cli.serve", "show runs in a browser while they are still running"
+    ),
     "simulate": Subcommand(
         "recipe.async_pipeline.tools.cli.simulate",
         "simulate the pipeline in virtual time on any number of devices",

@@ -33,7 +33,18 @@ class Tile(NamedTuple):
         return f"{self.number} {self.unit}".rstrip()
 
 
-def run_page(run: RunData) -> str:
+class LiveParts(NamedTuple):
+    """What the page of a run has while a server renews it."""
+
+    script: Markup
+    links: Sequence[tuple[str, str]]
+    """Addresses and their texts."""
+    alarms: Sequence[str]
+    written: str
+    """When the run wrote its files."""
+
+
+def run_page(run: RunData, parts: LiveParts | None = None) -> str:
     """Return the report of one run."""
     sections = [
         ("advice", "What to change", advice_list(advise(run), run)),
@@ -54,6 +65,8 @@ def run_page(run: RunData) -> str:
         run=run,
         tiles=figures_of(run),
         sections=sections,
+        parts=parts,
+        **({} if parts is None else {"live": parts.script}),
     )
 
 

@@ -243,6 +243,7 @@ def _take_folders(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
         temporary.unlink()
 
     _say(f"run directory {run_dir}")
+    _say(f"async-pipeline serve {run_dir} shows it in a browser")
     return run_dir
 
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipe.async_pipeline.errors import RunFilesError
+from recipe.async_pipeline.tools.report.figures import run_reader
+from recipe.async_pipeline.tools.report.figures.data import data_of
 from recipe.async_pipeline.tools.report.figures.run_reader import read_run
 from recipe.async_pipeline.verl_bridge.rollout.vllm.facts import engine_line
 from tests.observe.run_folder import RecordedTrainer, write_run
@@ -32,6 +35,28 @@ def test_the_engine_is_the_one_that_the_run_printed(folder: Path) -> None:
     facts = {"model runner": "V2 (a.Runner)", "attention": "CPU_ATTN"}
     (folder / "run.log").write_text(f"first\n(Server pid=1) {engine_line('0.28.0', facts)}\nlast\n")
     assert read_run(folder).engine == "vLLM 0.28.0, model runner V2 (a.Runner), attention CPU_ATTN"
+
+
+def test_of_large_files_of_a_live_run_a_part_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "summary.json").unlink()
+    whole = read_run(folder, live=True)
+    assert whole.missing == () and whole == replace(read_run(folder), missing=())
+    monkeypatch.setattr(run_reader, "LIVE_BYTES", 1000)
+    monkeypatch.setattr(run_reader, "SAMPLED", 2)
+    monkeypatch.setattr(run_reader, "TAIL_BYTES", len(lines_of(folder / "metrics.jsonl")[-1]) + 1)
+    monkeypatch.setattr(run_reader, "EVENTS_BYTES", (folder / "events.jsonl").stat().st_size // 2)
+    found = read_run(folder, live=True)
+    assert len(found.steps) == 3 and [found.steps[0].step, found.steps[-1].step] == [1, 6]
+    (missing,) = found.missing
+    assert "weight updates are the ones since step 3, from 0 s on" in missing
+    assert [one.fields["step"] for one in found.events if one.event == "TRAINED"] == [3, 4, 5, 6]
+    assert found.events[0].event == "START" and found.events[1].t == 0.0
+    data = data_of(found)
+    assert data.accounting is not None and [one.step for one in data.accounting.steps] == [3, 4, 5, 6]
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "summary.json", "config.json"])

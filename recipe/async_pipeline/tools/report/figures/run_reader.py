@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,15 @@ from ....core.replay import start_facts
 from ....errors import RunFilesError
 from ....observe.run_directory.picture_folder import Picture
 from ...run_directory import events_of_steps, read_events, read_pictures, why_it_never_began
-from ..drawing.wording import ENGINE_LINE
+from ..drawing.wording import ENGINE_LINE, number_of_bytes
 
 PREFIX = "async_pipeline/"
+LIVE_BYTES = 4_000_000
+"""Of a file that is read again and again while the run writes it; of larger ones only parts are read."""
+SAMPLED, TAIL_BYTES = 500, 256_000
+"""Lines of a larger file of metrics, at even distances, and what is read at its end."""
+EVENTS_BYTES = 1_000_000
+"""What is read at the end of a larger file of events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +54,11 @@ class RunFiles:
     missing: Sequence[str] = ()
 
 
-def read_run(path: Path) -> RunFiles:
-    """Read a run directory. Raises RunFilesError if it does not exist or has neither events nor metrics."""
+def read_run(path: Path, *, live: bool = False) -> RunFiles:
+    """Read a run directory. Raises RunFilesError if it does not exist or has neither events nor metrics.
+
+    `live`: read little of large files, and do not miss what a run writes at its end.
+    """
     if not path.is_dir():
         raise RunFilesError(
             f"{path} is not a run directory; give the directory with events.jsonl "
@@ -56,10 +67,10 @@ def read_run(path: Path) -> RunFiles:
 
     missing: list[str] = []
     file = events_of_steps(path)
-    events = _events(file, missing)
+    events = _events(file, missing, live=live)
     config = _mapping(path / "config.json", missing, "settings cannot be compared")
     loggers = select(config, "trainer.logger") or ()
-    steps, validations = _metrics(path / "metrics.jsonl", missing, tracked="file" in loggers)
+    steps, validations = _metrics(path / "metrics.jsonl", missing, tracked="file" in loggers, live=live)
     others = sorted(one.name for one in path.glob("events*.jsonl") if one != file)
     if others:
         missing.append(
@@ -67,7 +78,7 @@ def read_run(path: Path) -> RunFiles:
             f"last one that trained, {file.name}, and not {', '.join(others)}"
         )
     ended = "the run is still running, or was killed before its end"
-    summary = _mapping(path / "summary.json", missing, ended)
+    summary = _mapping(path / "summary.json", [] if live else missing, ended)
     if not events and not steps:
         why = "; ".join(missing)
         if cause := why_it_never_began(path):
@@ -97,9 +108,12 @@ def _engine(path: Path) -> str:
         return ""
 
 
-def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:
+def _events(path: Path, missing: list[str], *, live: bool) -> Sequence[LogRecord]:
     try:
-        events = read_events(path)
+        if live and path.stat().st_size > LIVE_BYTES:
+            events = _newest_events(path, missing)
+        else:
+            events = read_events(path)
     except FileNotFoundError:
         missing.append(f"{path.name} does not exist: no timeline, device-seconds, queues, weight updates")
         return ()
@@ -119,11 +133,56 @@ def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:
     return events
 
 
-def _metrics(path: Path, missing: list[str], *, tracked: bool) -> tuple[list[StepMetrics], list[StepMetrics]]:
+def _newest_events(path: Path, missing: list[str]) -> list[LogRecord]:
+    """Return the first record, and the ones since a step near the end, as if the run had begun there."""
+    with path.open("rb") as lines:
+        first = LogRecord.of(json.loads(lines.readline()))
+    found = []
+    for line in lines_at_end(path, EVENTS_BYTES):
+        with suppress(ValueError):  # a last line that is being written
+            found.append(LogRecord.of(json.loads(line)))
+    at = next((n for n, record in enumerate(found) if record.event == "TRAINED"), 0)
+    if not found:
+        return [first]
+    missing.append(
+        f"{path.name} has {number_of_bytes(path.stat().st_size)}: timeline, device-seconds, queues and "
+        f"weight updates are the ones since step {found[at].fields.get('step', '?')}, from 0 s on; "
+        "async-pipeline report reads all"
+    )
+    first = replace(first, t=0.0, fields={**first.fields, "startup_s": 0.0})
+    return [first, *(replace(record, t=record.t - found[at].t) for record in found[at:])]
+
+
+def lines_at_end(path: Path, most: int) -> list[bytes]:
+    """Return the whole lines among the last `most` bytes of a file. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        # With the byte before them: a line that begins there is whole.
+        file.seek(max(0, size - most - 1))
+        return file.read().splitlines()[size > most :]
+
+
+def _lines(path: Path, *, live: bool) -> list[bytes]:
+    if not live or path.stat().st_size <= LIVE_BYTES:
+        return path.read_bytes().splitlines()
+    found = []
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for n in range(SAMPLED):
+            file.seek(size * n // SAMPLED)
+            if n:
+                file.readline()
+            found.append(file.readline())
+    return [line for line in found if line] + lines_at_end(path, TAIL_BYTES)
+
+
+def _metrics(
+    path: Path, missing: list[str], *, tracked: bool, live: bool
+) -> tuple[list[StepMetrics], list[StepMetrics]]:
     steps: dict[int, StepMetrics] = {}
     validations: list[StepMetrics] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = _lines(path, live=live)
     except OSError as error:
         remedy = "no step was finished" if tracked else "set the tracker `file` to write it"
         missing.append(
