@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ from recipe.async_pipeline.tools.plan.profile import (
     Stage,
     Stages,
     Sync,
+    TeacherCosts,
     Validation,
 )
 from recipe.async_pipeline.tools.plan.run_log import read_run
@@ -54,6 +57,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     directory: Path = tmp_path_factory.mktemp("run")
     write_run(setting(KNOWN, "one_step_off", train=2, generate=4, steps=40), directory)
     return extract(read_run(directory))
+
+
+def test_a_teacher_is_fitted(tmp_path: Path) -> None:
+    known = TeacherCosts(devices=2, group_s=0.8, token_s=0.001)
+    of = msgspec.structs.replace(KNOWN, teacher=known)
+    write_run(setting(of, "fully_async", max_lag=2, train=2, generate=4, steps=40), tmp_path)
+    log = read_run(tmp_path)
+    served = extract(log).teacher
+    assert served is not None and served.devices == 0, "its devices are no pool of the run"
+    pools = [*log.settings["placement"], {"name": "teacher", "roles": ["teacher"], "per_node": [2]}]
+    found = extract(replace(log, settings={**log.settings, "placement": pools})).teacher
+    assert found is not None and found.devices == 2
+    assert found.group_s == pytest.approx(known.group_s, rel=0.05)
+    assert found.token_s == pytest.approx(known.token_s, rel=0.05)
 
 
 def test_the_origin_is_measured(found: Profile) -> None:

@@ -8,6 +8,7 @@ import json
 from statistics import fmean
 from typing import Any
 
+from ...config.placement import TEACHER, Placement
 from ...console import echo
 from ...errors import ConfigError
 from .extraction import extract
@@ -56,7 +57,8 @@ def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, A
         simulate(
             Setting(
                 profile=profile,
-                placement=run.placement,
+                # The profile has the teacher's devices.
+                placement=Placement(tuple(pool for pool in run.placement.pools if pool.name != TEACHER)),
                 knobs=knobs,
                 groups=int(run.settings["groups"]),
                 steps=len(ends),

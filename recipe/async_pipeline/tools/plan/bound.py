@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ...config.placement import TEACHER
 from ...core.lag import bound as law
 from ...core.lag.bound import LoopCosts
 from .profile import Decode, Profile
@@ -183,9 +184,13 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
     else:
         terms["generate"] = generating
 
+    taught_s = 0.0
+    if (teacher := profile.teacher) is not None:
+        taught_s = teacher.group_s
+        terms |= {TEACHER: seconds} if (seconds := teacher.read_s(work.trained_tokens)) else {}
     costs = LoopCosts(
-        tail_s=max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)),
-        group_s=work.group_s,
+        tail_s=max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)) + taught_s,
+        group_s=work.group_s + taught_s,
         update_s=stages.update.seconds(work.trained_tokens, setting.devices_of("train")),
         weights_s=weights_s(setting),
     )
@@ -257,13 +262,18 @@ def estimate_s(setting: Setting, work: BatchWork | None = None, bound: float | N
     if setting.placement.own_pool_of("ref_logp") is None:
         forward_s += seconds["ref_logp"]
     updated_s, alone = weights_s(setting), setting.profile.decode.step_s(1)
+    teacher = setting.profile.teacher
+    taught_s = 0.0 if teacher is None else teacher.group_s
 
     def needed(step_s: float) -> float:
         slower_s = _step_at(setting, work.written_tokens / setting.replicas / step_s) - alone
         costs = LoopCosts(
-            tail_s=work.tail_s + slower_s * work.tail_tokens,
+            tail_s=work.tail_s + slower_s * work.tail_tokens + taught_s,
             # A finished group waits for its step, half a step on average.
-            group_s=work.group_s + slower_s * work.tail_tokens * work.group_s / work.tail_s + step_s / 2,
+            group_s=work.group_s
+            + slower_s * work.tail_tokens * work.group_s / work.tail_s
+            + taught_s
+            + step_s / 2,
             forward_s=forward_s,
             update_s=seconds["train"],
             weights_s=updated_s,

@@ -119,7 +119,8 @@ def _memory(best: SimulatedCandidate) -> list[str]:
 def _pools(best: SimulatedCandidate) -> list[str]:
     """Say how busy each pool is, and which one to change."""
     outcome, limit, lines = best.outcomes[0], best.candidate.limit, []
-    for pool in best.candidate.setting.placement.pools:
+    pools = best.candidate.setting.pools
+    for pool in pools:
         shares = outcome.accounting.pools[pool.name].shares()
         busy = sum(share for reason, share in shares.items() if is_work(reason))
         idle = next((reason for reason in shares if not is_work(reason)), None)
@@ -131,7 +132,7 @@ def _pools(best: SimulatedCandidate) -> list[str]:
         elif 1 - busy > IDLE_SHARE:
             text += "; it is larger than its work, if a smaller one is possible"
         lines.append(text)
-    if limit not in {pool.name for pool in best.candidate.setting.placement.pools}:
+    if limit not in {pool.name for pool in pools}:
         lines.append(f"pools: none sets the pace; the limit is {limit_in_words(limit)}")
     return lines
 

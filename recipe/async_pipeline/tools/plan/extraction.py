@@ -18,10 +18,11 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from ...config.knobs.weight_sync import concurrent_loads
+from ...config.placement import TEACHER
 from ...core.events import LogRecord
 from .distribution import Distribution, histogram_of
-from .profile import Answers, Batch, Decode, Failures, Profile, Stage, Stages, Sync, Validation
-from .run_log import RunLog, begun_s
+from .profile import Answers, Batch, Decode, Failures, Profile, Stage, Stages, Sync, TeacherCosts, Validation
+from .run_log import RunLog, begun_s, tokens_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +36,8 @@ FIXED_SHARE = 0.2
 """Assumed share of a stage's time that more devices do not reduce."""
 NEGLIGIBLE_S = 1e-4
 """Shortest time per token, in seconds."""
+FITTED = 100
+"""Speeds of a teacher that are tried, twice: all, then the ones near the best."""
 ENOUGH_GROUPS = 8
 """Groups dispatched after the first step that suffice to leave out the groups before it.
 
@@ -59,6 +62,7 @@ def extract(run: RunLog, *, fixed_share: float = FIXED_SHARE, note: str = "") ->
         sync=_sync(run),
         failures=Failures(group=_failed_share(run)),
         validation=_validation(run),
+        teacher=_teacher(run),
         devices_per_replica=int(settings["devices_per_replica"]),
         devices_per_node=int(settings["devices_per_node"]),
     )
@@ -295,3 +299,48 @@ def _validation(run: RunLog) -> Validation | None:
     versions = [int(r.fields["version"]) for r in done]
     every = min((b - a for a, b in zip(versions, versions[1:], strict=False)), default=versions[0])
     return Validation(every=every, seconds=round(fmean(float(r.fields["seconds"]) for r in done), 3))
+
+
+def _teacher(run: RunLog) -> TeacherCosts | None:
+    """Return the costs of a run's teacher, or None if it had none.
+
+    Fitted by least squares: groups are read one after another in the order in which they finished, each for
+    a time in proportion to its tokens, and are handed on group_s later.
+    """
+    import numpy as np
+
+    ends = {r.fields["key"]: r.t for r in run.records if (r.role, r.event) == (TEACHER, "OUTPUT")}
+    unread = {r.fields.get("key") for r in run.records if r.event == "REJECTED"}
+    finished = {
+        r.fields["key"]: r.t
+        for r in run.records
+        if (r.role, r.event) == ("generate", "OUTPUT") and r.fields["key"] in ends.keys() - unread
+    }
+    if not finished:
+        return None
+    tokens = {group.fields["key"]: tokens_of(group) for group in run.groups}
+    took = np.array([ends[key] - t for key, t in finished.items()])
+    first = run.step_ends_s[0]
+    counts = np.array([t >= first for t in finished.values()])
+    counts = counts if counts.any() else ~counts
+
+    def fixed_and_error(token_s: float) -> tuple[float, float]:
+        free_s, waits = 0.0, []
+        for key, t in finished.items():
+            free_s = max(free_s, t) + token_s * tokens[key]
+            waits.append(free_s - t)
+        rest = (took - np.array(waits))[counts]
+        fixed = max(0.0, float(rest.mean()))
+        return fixed, float(((rest - fixed) ** 2).sum())
+
+    step = float(took.max()) / min(tokens[key] for key in finished) / FITTED
+    best = step * FITTED / 2
+    for _ in range(2):
+        tried = [best + (at - FITTED / 2) * step for at in range(FITTED + 1)]
+        best = min((one for one in (0.0, *tried) if one >= 0), key=lambda one: fixed_and_error(one)[1])
+        step *= 2 / FITTED
+    pool = run.placement.pool_of(TEACHER)
+    devices = 0 if pool is None else pool.devices
+    return TeacherCosts(
+        devices=devices, group_s=round(fixed_and_error(best)[0], 6), token_s=best * max(1, devices)
+    )

@@ -205,6 +205,28 @@ class Stages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError("stages.values and stages.critic require each other; give both or neither")
 
 
+class TeacherCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A distillation's teacher, which reads each group once it is finished.
+
+    Groups are read in the order in which they finish, each by all devices, and are handed on `group_s` later.
+    """
+
+    devices: int = 1
+    """In addition to the ones of a layout; 0 for a server that others provide."""
+    group_s: float = 0.0
+    """Seconds of a group that do not depend on the devices: requests, and storing the log-probs."""
+    token_s: float = 0.0
+    """Device-seconds per token, of prompts, responses and observations."""
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "group_s", "token_s"):
+            _require(getattr(self, name) >= 0, f"teacher.{name}", "must be >= 0", getattr(self, name))
+
+    def read_s(self, tokens: float) -> float:
+        """Return the seconds for which this many tokens occupy the devices."""
+        return self.token_s * tokens / max(1, self.devices)
+
+
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a version reaches one replica after the gather."""
 
@@ -298,6 +320,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     sync: Sync = Sync()
     failures: Failures = Failures()
     validation: Validation | None = None
+    teacher: TeacherCosts | None = None
+    """None without a distillation."""
     devices_per_replica: int = 1
     devices_per_node: int = 8
 

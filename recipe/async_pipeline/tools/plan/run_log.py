@@ -74,7 +74,7 @@ class RunLog:
     @cached_property
     def tokens(self) -> Mapping[int, float]:
         """Tokens that each step trained on, including prompts and observations."""
-        of_group = {r.fields["key"]: _total(r.fields) for r in self.groups}
+        of_group = {r.fields["key"]: tokens_of(r) for r in self.groups}
         batches = {r.fields["step"]: r.fields["keys"] for r in self.records if r.event == "ASSEMBLED"}
         return {step: sum(of_group[key] for key in keys) for step, keys in batches.items()}
 
@@ -132,6 +132,6 @@ def begun_s(group: LogRecord) -> float:
     return group.t - float(group.fields["seconds"])
 
 
-def _total(columns: Mapping[str, Any]) -> float:
-    """Return the tokens of a group."""
-    return float(sum(sum(columns[name]) for name in ("prompt_tokens", "tokens", "observation_tokens")))
+def tokens_of(group: LogRecord) -> float:
+    """Return the tokens of an ANSWERED record, including prompts and observations."""
+    return float(sum(sum(group.fields[name]) for name in ("prompt_tokens", "tokens", "observation_tokens")))

@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from ...config.checks.divisibility import check_replicas
-from ...config.placement import Pool
+from ...config.placement import TEACHER, Pool
 from ...errors import ConfigError
 from .bound import bound_s, work_of
 from .candidates import (
@@ -260,6 +260,7 @@ LIMITS = {
     "littles": "the number of batches in flight",
     "generate": "the engines' devices",
     "train": "the training devices",
+    TEACHER: "the teacher's devices, teacher.devices of the profile",
 }
 """The text for each bound, except for the bounds of other pools."""
 

@@ -17,7 +17,7 @@ import pytest
 from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.core.groups.items import StepBatch
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.tools.plan.bound import bound_s
+from recipe.async_pipeline.tools.plan.bound import bound_s, bound_terms
 from recipe.async_pipeline.tools.plan.distribution import Lognormal
 from recipe.async_pipeline.tools.plan.profile import (
     Answers,
@@ -28,6 +28,7 @@ from recipe.async_pipeline.tools.plan.profile import (
     Stage,
     Stages,
     Sync,
+    TeacherCosts,
     Validation,
 )
 from recipe.async_pipeline.tools.plan.search import synchronous
@@ -124,6 +125,23 @@ def test_the_synchronous_layout_has_all_devices_for_both_phases() -> None:
     assert sync.lag_max == 0
 
 
+def test_a_teacher_reads_groups_while_others_are_generated() -> None:
+    late = msgspec.structs.replace(profile(), teacher=TeacherCosts(devices=1, group_s=2.0))
+    without = simulate(setting(profile(), "on_policy"))
+    on_policy = simulate(setting(late, "on_policy"))
+    assert on_policy.step_s == pytest.approx(without.step_s + 2.0, rel=0.01)
+    assert simulate(setting(late, "fully_async", max_lag=4, steps=40)).step_s < without.step_s
+
+    # 4 x 2 responses of 10 tokens, each 0.05 device-seconds, on two devices.
+    slow = msgspec.structs.replace(profile(), teacher=TeacherCosts(devices=2, token_s=0.05))
+    one = setting(slow, "fully_async", max_lag=4, steps=40)
+    found = simulate(one)
+    assert max(bound_terms(one), key=bound_terms(one).__getitem__) == "teacher"
+    assert bound_s(one) == pytest.approx(2.0) == pytest.approx(found.step_s, rel=0.02)
+    assert found.accounting.pools["teacher"].devices == 2
+    assert found.accounting.pools["teacher"].shares()["compute_teacher"] > 0.9
+
+
 def test_a_critic_on_separate_devices_overlaps_with_the_policy() -> None:
     of = profile(
         stages=Stages(update=Stage(fixed_s=0.5), values=Stage(fixed_s=0.1), critic=Stage(fixed_s=0.6))
@@ -145,7 +163,12 @@ def test_a_critic_on_separate_devices_overlaps_with_the_policy() -> None:
 @pytest.mark.parametrize("strategy", ["on_policy", "one_step_off", "n_step_ahead", "fully_async"])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_simulation_beats_its_bound(strategy: str, seed: int) -> None:
-    run = setting(random_profile(seed), strategy, generate=2 + seed % 3, steps=40, seed=seed)
+    of = random_profile(seed)
+    if seed % 2:
+        of = msgspec.structs.replace(
+            of, teacher=TeacherCosts(devices=seed, group_s=0.3 * seed, token_s=0.004)
+        )
+    run = setting(of, strategy, generate=2 + seed % 3, steps=40, seed=seed)
     outcome = simulate(run)
     # Over a window the work may be less than over the whole run, which the bound is of.
     assert outcome.step_s >= bound_s(run) * 0.97

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ....config.derived.scheduling import proximal_policy, schedule_of
 from ....config.knobs.schema import AsyncPipelineConfig
 from ....config.knobs.weight_sync import concurrent_loads
-from ....config.placement import Placement
+from ....config.placement import TEACHER, Placement, Pool
 from ....core.flow_state import FlowState
 from ....core.graph import GRAPH
 from ....core.groups.items import (
@@ -54,6 +54,14 @@ class Setting:
     """Groups per step."""
     steps: int
     seed: int = 1
+
+    @property
+    def pools(self) -> Sequence[Pool]:
+        """The pools of the placement, and the teacher's."""
+        teacher, pools = self.profile.teacher, self.placement.pools
+        if teacher is None or not teacher.devices:
+            return pools
+        return (*pools, Pool(TEACHER, (TEACHER,), (teacher.devices,)))
 
     @property
     def shared(self) -> bool:
@@ -116,7 +124,7 @@ class SimulatedTrainer:
         self._numbers = count()
         self._random = random.Random(setting.seed)
         self._pool: ReplicaPool | None = None
-        self._weights = asyncio.Lock()
+        self._weights, self._reading = asyncio.Lock(), asyncio.Lock()
         self._newest = -1
         self._held: dict[str, int] = {}
         """Versions held by forward-only models on other devices, by role."""
@@ -153,7 +161,7 @@ class SimulatedTrainer:
 
     def roles(self) -> Sequence[str]:
         there = {
-            "teacher": None,
+            "teacher": self.profile.teacher,
             "logp": None if self.setting.old_logp == "update" else NOTHING,
             "ref_logp": self.profile.stages.ref_logp,
             "values": self.profile.stages.values,
@@ -162,11 +170,11 @@ class SimulatedTrainer:
         return [role for role in GRAPH if role not in there or there[role] is not None]
 
     def pools(self) -> Mapping[str, int]:
-        return {pool.name: pool.devices for pool in self.setting.placement.pools}
+        return {pool.name: pool.devices for pool in self.setting.pools}
 
     def pool_of(self, role: str) -> str | None:
-        pool = self.setting.placement.pool_of({"param_update": "train", "values": "critic"}.get(role, role))
-        return None if pool is None else pool.name
+        placed = {"param_update": "train", "values": "critic"}.get(role, role)
+        return next((pool.name for pool in self.setting.pools if placed in pool.roles), None)
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         return "failed" if group.flaw else None
@@ -217,8 +225,13 @@ class SimulatedTrainer:
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw)
 
     async def ask_teacher(self, group: Group) -> Group:
-        """Return it as it is: profiles have no teachers, so that no simulated run has this stage."""
-        return group
+        teacher = self.profile.teacher
+        assert teacher is not None, "the run has no stage teacher"
+        tokens = sum(one.num_tokens for one in group.trajectories)
+        async with self._reading:
+            await asyncio.sleep(teacher.read_s(tokens))
+        await asyncio.sleep(teacher.group_s)
+        return replace(group, taught=True)
 
     async def discard(self, group: Group) -> None:
         """Do nothing: there is nothing to free."""
